@@ -6,6 +6,7 @@ Each refusal is one sentence that names what was asked for, says why it cannot w
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -206,6 +207,10 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
             )
 
 
+RANK_TIERS_FLAG = "SGLANG_EVICPRESS_RANK_TIERS"
+"""1 lets ranks have tiers, for tests: see the limits."""
+
+
 def _check_shared_tiers(server_args: Any, config: EvicPressConfig) -> None:
     """Refuse what tiers of several ranks cannot be combined with."""
     reason = shared_tiers_reason(server_args)
@@ -249,6 +254,11 @@ def _check_uneven(server_args: Any, config: EvicPressConfig) -> None:
 def no_tiers_reason(server_args: Any) -> str | None:
     """Whatever keeps KV on the GPU alone, with the way out, as it goes on behind the flag that asked for a tier; None
     where there may be tiers. Before SGLang has resolved its defaults, by what the user gave."""
+    if server_args.tp_size > 1 and os.environ.get(RANK_TIERS_FLAG) != "1":
+        return (
+            f"cannot be combined with --tp-size {server_args.tp_size}: ranks do not agree for long yet on when copies "
+            "arrive, so leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1"
+        )
     if _has_full_prefill_graph(server_args):
         return (
             "cannot be combined with --cuda-graph-backend-prefill full: a full graph does not wait for the layers that "

@@ -135,8 +135,14 @@ def test_unequal_backends_for_prefill_and_decode_are_refused(server_args: Any) -
     _refuse("flashinfer for prefill and triton for decode", server_args)
 
 
-def test_of_tiers_with_more_than_one_rank_only_what_was_seen_to_work_passes(server_args: Any) -> None:
+def test_tiers_are_refused_with_more_than_one_rank_unless_they_are_tested(
+    server_args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server_args.tp_size = 2
+    sentence = _refuse("--kv-host-gb 2.5 cannot be combined with --tp-size 2", server_args,
+                       EvicPressConfig("evicpress", host_gb=2.5))  # fmt: skip
+    assert "leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1" in sentence
+    monkeypatch.setenv(unsupported.RANK_TIERS_FLAG, "1")
     tiers = EvicPressConfig("evicpress", host_gb=2.5, ssd_dir="/kv", ssd_gb=1.0)
     unsupported.check(server_args, CONFIG)
     unsupported.check(server_args, tiers)

@@ -309,7 +309,7 @@ WRONG = [
     (("--kv-policy", "lru", "--kv-host-gb", "x"), "host_gb is 'x': expected auto, 0 for no host tier, or a number"),
     (
         ("--kv-policy", "lru", "--kv-ssd-dir", "/tmp", "--kv-ssd-gb", "1", "--tp-size", "2"),
-        "--kv-host-gb of --kv-ssd-dir /tmp cannot be auto with --tp-size 2: give --kv-host-gb the GB",
+        "--kv-ssd-dir /tmp cannot be combined with --tp-size 2: ranks do not agree for long yet",
     ),
     (
         ("--kv-policy", "evicpress", "--kv-forms", "geometry@0.5"),
