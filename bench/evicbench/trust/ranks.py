@@ -17,7 +17,15 @@ NUM_QUESTIONS = 120
 NUM_TOKENS = 1024
 
 TWO_RANKS = ("--tp-size", "2")
-RANKS_ON_CPU = {"SGLANG_EVICPRESS_RANK_TIERS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/none"}
+RANKS_ON_CPU = {
+    "SGLANG_EVICPRESS_RANK_TIERS": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    "SGLANG_NCCL_SO_PATH": "/none",
+}
+    "SGLANG_EVICPRESS_RANK_TIERS": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    "SGLANG_NCCL_SO_PATH": "/none",
+}
 """SGLang wants to know the cores of each rank, and would talk to GPUs if it found NCCL."""
 
 FAULTS = (

@@ -230,7 +230,7 @@ def test_background_copies_what_is_next_until_there_is_no_room() -> None:
 def test_exact_kv_goes_to_the_ssd_first_if_the_policy_may_give_it_back(has_utility: bool, tier: Tier) -> None:
     world, copied = World(1), list[Tier]()
     store = SimpleNamespace(used_bytes=0, capacity_bytes=1000)
-    world.ssd = SimpleNamespace(store=store)
+    world.ssd = SimpleNamespace(store=store, used_bytes=0)
 
     def start_copy(node: Node, tier: Tier, *, codec: str | None = None, keeps_planned: bool) -> bool:
         copied.append(tier)
@@ -384,6 +384,7 @@ def closing(world: World, told: list[str]) -> TierShutdown:
         backup,
         SETTLED,
         folders.close,
+        lambda: None,
         costs=lambda: COSTS,
         join_loads=lambda: told.append("load"),
         release_shadows=lambda: told.append("shadows"),
