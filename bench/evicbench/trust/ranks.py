@@ -22,10 +22,6 @@ RANKS_ON_CPU = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
     "SGLANG_NCCL_SO_PATH": "/none",
 }
-    "SGLANG_EVICPRESS_RANK_TIERS": "1",
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-    "SGLANG_NCCL_SO_PATH": "/none",
-}
 """SGLang wants to know the cores of each rank, and would talk to GPUs if it found NCCL."""
 
 FAULTS = (
