@@ -106,7 +106,7 @@ TABLE = {
             *("benchmark", "files", "geometry", "press", "profiler", "progress", "quality", "quantiles", "search"),
             *("simulator", "tables", "tiers", "traces"),
         ),
-        ("matplotlib", "numpy", "openai", "orjson", "pydantic"),
+        ("matplotlib", "numpy", "openai", "orjson", "pydantic", "shtab"),
     ),
 }
 
