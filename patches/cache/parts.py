@@ -183,6 +183,7 @@ class Parts:
             allocator.available_size,
             is_first_come_first_served,
             tree.storage.counts,
+            tree.storage.now_s,
             has_host=tree.storage.has_host,
             page_size=page_size,
             most_new_tokens=CLIP_MAX_NEW_TOKENS,
@@ -263,6 +264,7 @@ class Parts:
             tiers.backup,
             self.rounds,
             self.ssd_attachment.close,
+            self._part,
             costs=lambda: tree.terms.costs,
             join_loads=tiers.loads.join_all,
             release_shadows=self.shadows.release_shadows,
@@ -275,6 +277,11 @@ class Parts:
         self._num_put_off = self._num_put_off + 1 if delays_token else 0
         if self._num_put_off % MOST_PUT_OFF == 0:
             self.round_begun()
+
+    def _part(self) -> None:
+        """The server ends: where there are several ranks, this one goes on alone, and plans nothing more."""
+        self.rounds.is_ending = not self.tree.ranks.is_alone
+        self.tree.ranks.part()
 
     def _connect(self) -> None:
         """Let each part know of what the others signal."""

@@ -121,7 +121,8 @@ class EvicPressCache(RadixCache):
         served = parts.served.counts, parts.first_tokens.times, tree.storage
         evictions = tree.eviction_log.describe_evictions
         checked = tree.ledger, tree.policy, parts.view.stats_of, tree.aside
-        integrity = Integrity(self, *checked, self, parts.shadows.shadow_nodes)
+        alike = tree.ranks, parts.controller.journal.digest
+        integrity = Integrity(self, *checked, self, parts.shadows.shadow_nodes, *alike)
         statistics = Statistics(config, *figures, *counted, *served, evictions)
         shown = inspection, statistics.describe_stats, integrity.check_integrity, parts.admin
         requests = RequestsInspection(self, records, self.device)
@@ -148,6 +149,7 @@ class EvicPressCache(RadixCache):
                 background=parts.background,
                 first_tokens=parts.first_tokens,
                 metrics=metrics_of(scheduler, self.inspector, budgets, tree.quality.counts),
+                agreement=tree.storage.agreement,
             )
         )
         channels = scheduler.ipc_channels
@@ -182,6 +184,7 @@ class EvicPressCache(RadixCache):
         self.parts.shutdown.close(save=save)
 
     host = property(lambda self: self.parts.tree.storage.host if self.parts.tree.storage.has_host else None)
+    has_shared_tiers = property(lambda self: self.parts.tree.storage.agreement is not None)
     ssd = property(lambda self: self.parts.tree.storage.ssd)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:

@@ -107,7 +107,7 @@ class TierParts:
             outside.tree.dec_lock_ref,
             allocator.size,
         )
-        self.prefetches = Prefetches(self.reservations)
+        self.prefetches = Prefetches(self.reservations, tree.storage.now_s)
         self.load_back = LoadBack(
             tree.storage,
             allocator,
@@ -165,7 +165,7 @@ class TierParts:
             self.backup.backup_parent,
             outside.tell_stored,
         )
-        self.holds = Holds(nodes)
+        self.holds = Holds(nodes, tree.storage.now_s)
         self.checks = HostChecks(tree.storage, self.removal.invalidate_entry)
         self.load_terms = LoadTerms(lambda: tree.terms.costs, self.ssd_io, lambda: self.prefetches.num_ready)
         self.grafting = Grafting(

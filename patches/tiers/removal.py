@@ -85,7 +85,7 @@ class Removal:
         if not is_resident:
             placement.show(node)
             self.changes.changed(node)
-        if former is not None and not is_same_layout(former, node.kv.layout):
+        if former is not None and self.storage.ranks.any_of([not is_same_layout(former, node.kv.layout)])[0]:
             self.drop_overlaps(node)
         self.storage.counts["released"] += 1
         return freed
@@ -133,13 +133,17 @@ class Removal:
         """
         begin = start_of(node)
         end = begin + len(node.key)
-        for below in list(iter_nodes(node)):
-            if below.id not in self.nodes:
-                continue
-            for tier, copy in list(below.kv.copies.items()):
-                if copy.layout is not None and copy.layout.has_any(begin, end):
-                    self.placement.remove_copy(below, tier)
-                    self.after_loss(below)
+        pressed = [
+            (below, tier, copy.layout)
+            for below in iter_nodes(node)
+            for tier, copy in below.kv.copies.items()
+            if copy.layout is not None
+        ]
+        overlap = self.storage.ranks.any_of([layout.has_any(begin, end) for _, _, layout in pressed])
+        for (below, tier, _), is_overlap in zip(pressed, overlap, strict=True):
+            if is_overlap and below.id in self.nodes and tier in below.kv.copies:
+                self.placement.remove_copy(below, tier)
+                self.after_loss(below)
 
     def forget_ssd(self) -> None:
         """Forget every copy on the SSD, which is gone."""
