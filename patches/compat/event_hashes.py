@@ -53,7 +53,8 @@ class UnsaltedNode:
     def __init__(self, node: SaltedNode) -> None:
         self._node = node
         extra_key = node.key.extra_key
-        self.key = RadixKey(node.key.token_ids, unsalted_key(extra_key), cache_salt=salt_of(extra_key))
+        extra_key = extra_key and extra_key.encode("utf-8", "replace").decode()  # SGLang encodes it strictly
+        self.key = RadixKey(node.key.token_ids, unsalted_key(extra_key), cache_salt=salt_of(extra_key) or None)
 
     @property
     def parent(self) -> UnsaltedNode | None:
