@@ -31,13 +31,25 @@ def _numbers(event: Event) -> list[int]:
     return [int(block) for block in blocks] if isinstance(blocks, list) else []
 
 
+def _pages(event: Event) -> list[tuple[int, ...]]:
+    tokens, size = event["token_ids"], event["block_size"]
+    if not isinstance(tokens, list) or not isinstance(size, int):
+        return []
+    return [tuple(tokens[begin : begin + size]) for begin in range(0, len(tokens), size)]
+
+
+def path_of(above: object, page: tuple[int, ...]) -> int:
+    """A number for the tokens down to a page; ``above`` is that of the page before, or a salt, or None."""
+    return hash((above, page))
+
+
 class BlockView:
     """Blocks by medium. ``problems``: events that a router cannot follow."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, set[int]] = {medium: set() for medium in MEDIA.values()}
         self.links: dict[int, int | None] = {}
-        self.salts: dict[int, object] = {}
+        self.paths: dict[int, int] = {}
         self.problems: list[str] = []
         self.num_events = 0
 
@@ -48,7 +60,7 @@ class BlockView:
                 for blocks in self.blocks.values():
                     blocks.clear()
                 self.links.clear()
-                self.salts.clear()
+                self.paths.clear()
                 continue
             medium = str(event["medium"])
             (self._store if event["type"] == "BlockStored" else self._remove)(event, medium)
@@ -60,10 +72,11 @@ class BlockView:
             self.problems.append(f"block {_numbers(event)[0]} on {medium} follows {parent}, of which nothing was told")
         elif parent is not None and medium == MEDIA["gpu"] and parent not in self.blocks[medium]:
             self.problems.append(f"block {_numbers(event)[0]} follows {parent}, which is not on {medium}")
-        for block in _numbers(event):
+        pages = _pages(event)
+        for number, block in enumerate(_numbers(event)):
             if self.links.setdefault(block, parent) != parent:
                 self.problems.append(f"block {block} follows {self.links[block]} and {parent}")
-            self.salts[block] = event.get("cache_salt")
+            self.paths[block] = path_of(self.paths.get(parent or 0, event.get("cache_salt")), pages[number])
             self.blocks[medium].add(block)
             parent = block
 
@@ -72,6 +85,10 @@ class BlockView:
             if block not in self.links:  # blocks of equal tokens in two namespaces may have one name
                 self.problems.append(f"block {block} left {medium}, and nothing was told of it before")
             self.blocks[medium].discard(block)
+
+    def paths_on(self, medium: str) -> set[int]:
+        """What is stored there, by the tokens that lead to it."""
+        return {self.paths[block] for block in self.blocks[medium]}
 
     def differences(self, expected: dict[str, set[int]]) -> list[str]:
         """What the view says more or less than ``expected``, blocks by medium."""
