@@ -196,7 +196,8 @@ class EvicPressCache(RadixCache):
         path: list[Any] = []
         num_resident = 0
         if not self.disable:
-            steps = usable_steps(params.req, self._steps(key), self.config.min_match_kept)
+            sound = self.parts.slot_checks.sound(self._steps(key))
+            steps = usable_steps(params.req, sound, self.config.min_match_kept)
             steps = steps[: self.parts.quality_control.note_match(params.req, steps)]
             num_resident = sum(node.value is not None for node, _ in steps)
             num_ready = self.parts.tiers.prefetcher.ready_to_load(params.req, steps, num_resident)
