@@ -65,11 +65,11 @@ class SsdAttachment:
         self.rebuild_policy()
 
     def detach(self) -> None:
-        storage = self.storage
-        if storage.ssd is None:
+        ssd = self.storage.ssd
+        if ssd is None:
             raise ValueError("there is no SSD tier: expected one to be attached")
         self._check_alone()
-        self._detach()
+        self._detach(ssd)
 
     def _check_alone(self) -> None:
         if not self.storage.ranks.is_alone:
@@ -78,10 +78,9 @@ class SsdAttachment:
                 "ranks would have to agree: start it with or without --kv-ssd-dir"
             )
 
-    def _detach(self) -> None:
+    def _detach(self, ssd: SsdTier) -> None:
         storage = self.storage
         self.rounds.settle(lambda: storage.workers["write"].num_pending == 0, SETTLE_S)
-        ssd = storage.ssd
         self._use(None)
         self.removal.forget_ssd()
         for entry in storage.host.entries():
@@ -103,7 +102,7 @@ class SsdAttachment:
         former = self.storage.ssd
         if former is not None:
             logger.warning("evicpress: the weights changed without a flush: the SSD tier is off until /flush_cache")
-            self._detach()
+            self._detach(former)
             self._parted = former
 
     def flush(self) -> None:

@@ -33,6 +33,7 @@ from sglang_evicpress.patches.scheduler.prefill_times import (
     PrefillTimes,
     note_not_loaded,
 )
+from sglang_evicpress.patches.tiers.agreement import News
 from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost
 
 pytestmark = pytest.mark.sglang
@@ -91,6 +92,12 @@ class FakeCache:
 
     def keep_only(self, waiting: list[str]) -> None:
         self.expected.append(f"keep stages {waiting}")
+
+    agreement: Any = None
+    is_news = False
+
+    def has_news(self) -> bool:
+        return self.is_news
 
     def tick(self, *, is_idle: bool, delays_token: bool) -> None:
         self.ticks.append((is_idle, delays_token))
@@ -155,6 +162,16 @@ def test_what_the_receiving_rank_got_is_stamped_and_every_rank_takes_the_stamp(c
     hooks._after_init_request_dispatcher(None, scheduler)
     assert scheduler._request_dispatcher(stamp) is None  # nothing is retracted
     assert cache.stamps == [(stamp.now_s, SEEN, 2.5)]
+
+
+def test_what_threads_have_ended_is_told_to_other_ranks_though_nothing_was_received(cache: FakeCache) -> None:
+    news, taken = News(5.0, (("copy", 7),), asks_health=False), list[News]()
+    cache.agreement, cache.is_news = SimpleNamespace(news=lambda: news, take=taken.append), True
+    received: list[Any] = []
+    hooks._after_pull_raw_reqs(received, None)
+    (stamp,) = pickle.loads(pickle.dumps(received))
+    hooks._take_stamp(stamp)
+    assert taken == [news] and len(cache.stamps) == 1
 
 
 @pytest.mark.parametrize("received", [None, []])

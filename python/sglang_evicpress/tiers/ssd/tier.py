@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from sglang_evicpress.config import GB
 from sglang_evicpress.tiers.entry.copies import SsdEntry
@@ -39,7 +39,7 @@ class SsdTier:
         self.folder = folder
         self.wear = WearBudget(bytes_per_day, self.now_s)
         self._held: dict[Any, SsdEntry] = {}
-        self._open: Callable[[bytes], Self]
+        self._open: Callable[[bytes], SsdTier]
         self._held_bytes = 0
         self._looked_at: Any = None  # of the entries that were found, by ``drop_unused``
         self._last_found = store.newest_segment
@@ -58,11 +58,11 @@ class SsdTier:
         *,
         key: Key | None = None,
         roots: Sequence[str] | None = None,
-    ) -> Self:
+    ) -> SsdTier:
         """The tier in ``folder``, its entries sealed with ``key``. With ``roots`` the folder has to lie in one of them,
         and its file system has to be that large. Raises StoreError, one sentence, when the folder cannot be used."""
 
-        def open_for(identity: bytes) -> Self:
+        def open_for(identity: bytes) -> SsdTier:
             if roots is None:
                 opened = Folder.open(Path(folder))
             else:
@@ -83,7 +83,7 @@ class SsdTier:
         return open_for(identity)
 
     @classmethod
-    def attach(cls, folder: str, *arguments: Any, **options: Any) -> Self:
+    def attach(cls, folder: str, *arguments: Any, **options: Any) -> SsdTier:
         """``open`` on a thread of its own. Raises StoreError, also when it takes longer than ANSWER_S."""
         return within(
             ANSWER_S,
@@ -92,7 +92,7 @@ class SsdTier:
             undo=lambda tier: tier.store.close(),
         )
 
-    def reopened(self, identity: bytes) -> Self:
+    def reopened(self, identity: bytes) -> SsdTier:
         """The same folder for another model, once the store is closed. Raises StoreError as ``attach``."""
         return within(
             ANSWER_S, f"SSD folder {self.folder}", lambda: self._open(identity), undo=lambda tier: tier.store.close()
