@@ -22,6 +22,10 @@ from sglang_evicpress.patches.tree.namespaces import salt_of
 
 PREFIX_SLOTS = "_prefix_kv_indices"
 BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init"
+SENT_ONCE = (
+    "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer."
+    "is_request_level_customized_info_key"
+)
 UPDATE_SESSIONS = True
 KEY_FIELDS = frozenset({"token_ids", "extra_key", "is_bigram", "limit", "cache_salt"})
 REQUEST_FIELDS = frozenset(

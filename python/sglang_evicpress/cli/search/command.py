@@ -11,10 +11,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import get_args
 
+from sglang_evicpress.cli.output import print_json
 from sglang_evicpress.cli.parser import INTERRUPTED, Parser, naming, say, whole
 from sglang_evicpress.cli.pictures import check_picture
 from sglang_evicpress.cli.search.plot import draw
-from sglang_evicpress.cli.search.report import FOUND, Compared, gain, layers, table
+from sglang_evicpress.cli.search.report import FOUND, MAX_TARGET, Compared, Report
 from sglang_evicpress.core import PRESSES
 from sglang_evicpress.files import check_output
 from sglang_evicpress.press import get_press
@@ -33,14 +34,13 @@ from sglang_evicpress.profiler.measure import Asked
 from sglang_evicpress.profiler.prompts import PromptKind, Prompts, Template
 from sglang_evicpress.profiler.scorers import Scorer
 from sglang_evicpress.progress import Progress
-from sglang_evicpress.search.budget_file import BudgetFile, read_budget_file, write_budget_file
+from sglang_evicpress.search.budget_file import BudgetFile, write_budget_file
 from sglang_evicpress.search.evolution import SearchSettings, Step, check_optimizer, found, num_steps, search
-from sglang_evicpress.search.layer_budgets import Budgets, expanded, pyramid, round_counts, uniform
+from sglang_evicpress.search.layer_budgets import Budgets, pyramid, round_counts, uniform
 
 Split = tuple[list[int], list[Asked]]
 """Tokens of a context, and its questions."""
 
-MAX_TARGET = 10_000_000
 MAX_NEW_TOKENS = 100_000
 MAX_BATCH = 1024
 
@@ -63,9 +63,7 @@ example:
 
 def search_budgets(argv: Sequence[str]) -> int:
     """Run what stands behind ``evicpress search`` and give its exit status. Raises ValueError for bad input."""
-    if argv[:1] == ["expand"]:
-        return _expand(argv[1:])
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_values(argv)
     settings = _settings(args)
     contexts, held_out = _read(args)
     with naming("--model"):
@@ -90,9 +88,9 @@ def search_budgets(argv: Sequence[str]) -> int:
         }
         if (rounded := round_counts(budgets, args.max_layer_counts)) != budgets:
             rivals[f"{FOUND}, {args.max_layer_counts} counts"] = rounded
-        _report(f"{args.objective.name}, questions of the search", rivals, objective)
+        reports = [_report(args, "questions of the search", rivals, objective)]
         if others:
-            _report(f"{args.objective.name}, held-out questions", rivals, _objective(args, model, others, is_shown))
+            reports.append(_report(args, "held-out questions", rivals, _objective(args, model, others, is_shown)))
     except KeyboardInterrupt:
         say(f"interrupted; the same command goes on: {journal} has what was scored, {args.out} was not written")
         return INTERRUPTED
@@ -107,20 +105,16 @@ def search_budgets(argv: Sequence[str]) -> int:
         "seed": settings.seed,
     }
     write_budget_file(args.out, BudgetFile.of(budgets, settings.target, note))
+    if args.json:
+        print_json({"file": args.out, "note": note, "reports": [report.record() for report in reports]})
     if args.plot:
         title = f"{Path(args.model).name}, {args.press}, {settings.target} tokens a layer on average"
         draw(rivals, steps, args.plot, title, args.objective.name)
     return 0
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="evicpress search",
-        description="Search how many tokens each layer should keep, with a local model.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def make_parser() -> Parser:
+    parser = Parser.of("search", "Search how many tokens each layer should keep, with a local model.", _EPILOG)
     add, add_value = parser.add_argument, parser.add_value
     add("--model", required=True, metavar="DIR", help="folder of a model of transformers")
     add("--contexts", required=True, metavar="FILE", help="contexts with questions to search on, see below")
@@ -149,6 +143,7 @@ def _parser() -> Parser:
     add_value("--batch", whole(1, MAX_BATCH), "N", "contexts in one pass; default %(default)s", "1")
     add("--device", metavar="NAME", default="cpu", help="of torch, such as cuda; default %(default)s")
     add("--no-progress", action="store_true", help="no progress bar; there is none either where stderr is no terminal")
+    parser.add_json()
     return parser
 
 
@@ -227,28 +222,13 @@ def _identity(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _report(heading: str, rivals: Mapping[str, Budgets], objective: Objective) -> None:
+def _report(args: argparse.Namespace, which: str, rivals: Mapping[str, Budgets], objective: Objective) -> Report:
     compared = {name: Compared(budgets, objective.by_question(budgets)) for name, budgets in rivals.items()}
-    print(f"{heading}: {sum(len(task.asked) for task in objective.tasks)} about {len(objective.tasks)} contexts")
-    print("\n".join(table(compared, objective.exact)))
-    rival, mean, low, high = gain(compared)
-    interval = "too few contexts for an interval" if math.isinf(low) else f"95 % {low:+.4f} to {high:+.4f}"
-    print(f"{FOUND} - {rival}: {mean:+.4f} ({interval})\n", flush=True)
-
-
-def _expand(argv: Sequence[str]) -> int:
-    """``evicpress search expand``: tokens by layer at another target."""
-    parser = Parser(
-        prog="evicpress search expand",
-        description="Show what a file of budgets keeps in each layer at another target, in tokens.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("file", metavar="FILE", help="what evicpress search wrote")
-    parser.add_value("--target", whole(1, MAX_TARGET), "N", "tokens that a layer keeps on average", required=True)
-    args = parser.parse_args(argv)
-    budgets = expanded(read_budget_file(args.file).shares, args.target)
-    print(layers(budgets))
-    return 0
+    num_questions = sum(len(task.asked) for task in objective.tasks)
+    report = Report(f"{args.objective.name}, {which}", num_questions, compared, objective.exact)
+    if not args.json:
+        print("\n".join(report.lines()), flush=True)
+    return report
 
 
 def _positive(text: str) -> float:
