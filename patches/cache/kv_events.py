@@ -37,7 +37,7 @@ NOTHING = Told(0, frozenset())
 
 @dataclass(eq=False, repr=False)
 class KvEvents:
-    """Remembers what was told of each node, and which have changed since. Shadows are nobody's prefix: they are not told of."""
+    """Remembers what was told of each node, and which have changed since. Shadows are nobody's prefix: never told."""
 
     tree: EventTree
 
