@@ -26,7 +26,7 @@ class EventTree(Protocol):
 
 
 class Told(NamedTuple):
-    """What was told of a node: its first position, and the tiers that have it."""
+    """A node as it was told of: its first position, and the tiers that have it."""
 
     start: int
     tiers: frozenset[Tier]
@@ -37,7 +37,7 @@ NOTHING = Told(0, frozenset())
 
 @dataclass(eq=False, repr=False)
 class KvEvents:
-    """What was told of each node, and which have changed since. Shadows are nobody's prefix: they are not told of."""
+    """Remembers what was told of each node, and which have changed since. Shadows are nobody's prefix: never told."""
 
     tree: EventTree
 

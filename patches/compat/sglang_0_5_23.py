@@ -100,7 +100,7 @@ class AdapterNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What is read of a request to name its adapter."""
+    """A request, as far as it is read to name its adapter."""
 
     extra_key: str | None
     lora_id: str

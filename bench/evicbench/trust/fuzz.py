@@ -219,7 +219,7 @@ def readers(folder: Path, rng: random.Random) -> dict[str, Reader]:
 
 
 def fuzz(reader: Reader, rng: random.Random, num_inputs: int) -> tuple[Counter[str], list[str]]:
-    """How its inputs ended, and what should not have been, by a seed and number."""
+    """Counts of how its inputs ended, and those that ended otherwise, by their number."""
     ends, problems = Counter[str](), []
     for number in range(num_inputs):
         data = mutated(rng, rng.choice(reader.samples), reader.samples)

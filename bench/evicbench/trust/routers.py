@@ -66,7 +66,7 @@ def flags(port: int, ssd: Path, *more: str) -> tuple[str, ...]:
 
 
 def paths_of(server: Server) -> dict[str, set[int]]:
-    """What the tree has on every tier, by the tokens that lead to it."""
+    """Blocks that the tree has on every tier, by the tokens that lead to them."""
     page, found = server.get("/evicpress/tree")["page_size"], {medium: set[int]() for medium in MEDIA.values()}
     ends: dict[int, int] = {}
     for node in nodes_of(server):

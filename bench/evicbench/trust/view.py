@@ -87,11 +87,11 @@ class BlockView:
             self.blocks[medium].discard(block)
 
     def paths_on(self, medium: str) -> set[int]:
-        """What is stored there, by the tokens that lead to it."""
+        """Blocks that are stored there, by the tokens that lead to them."""
         return {self.paths[block] for block in self.blocks[medium]}
 
     def differences(self, expected: dict[str, set[int]]) -> list[str]:
-        """What the view says more or less than ``expected``, blocks by medium."""
+        """Blocks that are missing or too many beside ``expected``, by medium."""
         found = []
         for medium, blocks in self.blocks.items():
             wanted = expected.get(medium, set())
