@@ -244,8 +244,8 @@ BENCH_FLOORS = (
     ("moves", "plugins", "pytest_runs", "streams", "stress"),
     ("correctness", "demo", "house", "policy"),
     ("decode_budget", "geometry", "gpu", "serving", "tiers"),
-    ("budgets", "codecs", "kernels_cpu", "load", "mend", "operator", "profiler", "releases", "trust"),
-    ("families",),
+    ("budgets", "codecs", "kernels_cpu", "load", "mend", "profiler", "releases", "trust"),
+    ("families", "operator"),
 )
 """Rooms of the benchmarks, the lowest floor first: a room imports itself and rooms of lower floors."""
 

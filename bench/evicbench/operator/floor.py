@@ -135,12 +135,13 @@ def _play(
     for _ in range(num_requests):
         for served, fields in ((without, {}), (with_floor, {"kv_quality": FLOOR})):
             prompt = rng.choice(_prompts(rng.choice(contexts)))
-            before = reader.read_when_quiet()
+            prompt_ids, before = load_vocabulary().encode(prompt), reader.read_when_quiet()
+            before.note_qualities(prompt_ids)
             answer = _complete(server, prompt, **fields)
             usage = answer["usage"]["kv_cache"]  # type: ignore[index]
             num_cached = usage["exact_tokens"] + usage["lossy_tokens"]
             f1 = token_f1(str(answer["choices"][0]["text"]), exact[prompt])  # type: ignore[index]
-            served.add(f1, usage, before.walk(load_vocabulary().encode(prompt), num_cached))
+            served.add(f1, usage, before.walk(prompt_ids, num_cached))
     return with_floor, without
 
 

@@ -41,6 +41,7 @@ class Tree:
     def __init__(self, server: Server, nodes: Sequence[Node], tokens: Mapping[int, Sequence[int]]) -> None:
         self._server = server
         self._tokens = tokens
+        self._qualities: dict[int, float] = {}
         self._children = defaultdict[int | None, list[Node]](list)
         for node in nodes:
             self._children[node["parent_id"]].append(node)
@@ -56,21 +57,25 @@ class Tree:
             yield node, min(matched, num_tokens - done)
             parent, done = node["id"], done + matched
 
+    def note_qualities(self, prompt: Sequence[int]) -> None:
+        """Ask what the nodes of a prompt are worth now: a request may compress them once it has ended."""
+        for node, _ in self.path(prompt, len(prompt)):
+            if node["form"] != "exact":
+                options = self._server.get(f"/evicpress/explain/{node['id']}")["options"]
+                self._qualities[node["id"]] = next(float(each["q"]) for each in options if each["role"] == "held")
+
     def walk(self, prompt: Sequence[int], num_tokens: int) -> Walked:
-        """What the first tokens of a prompt are. What was computed upon a lossy prefix is no better than that."""
+        """What the first tokens of a prompt are, of which the qualities were noted. What was computed upon a lossy
+        prefix is no better than that."""
         exact, lossy, lost, tiers = 0, 0, 0.0, Counter[str]()
         for node, matched in self.path(prompt, num_tokens):
-            quality = 1.0 if node["form"] == "exact" else self._quality(node["id"])
+            quality = 1.0 if node["form"] == "exact" else self._qualities[node["id"]]
             if node["computed_on"] == "lossy" and exact + lossy:
                 quality = min(quality, 1.0 - lost / (exact + lossy))
             lost += matched * (1.0 - quality)
             tiers[node["tier"]] += matched
             exact, lossy = (exact, lossy + matched) if node["lineage"] == "lossy" else (exact + matched, lossy)
         return Walked(exact, lossy, tiers, 1.0 - lost / max(1, exact + lossy))
-
-    def _quality(self, node_id: int) -> float:
-        options = self._server.get(f"/evicpress/explain/{node_id}")["options"]
-        return next(float(each["q"]) for each in options if each["role"] == "held")
 
 
 class TreeReader:
