@@ -82,7 +82,7 @@ TABLE = {
     ),
     # Systems side by side, as users meet them: real servers, which it only talks to.
     "benchmark": Layer(
-        ("config", "core", "files", "profiler", "progress", "quantiles", "tables", "validation"),
+        ("config", "core", "files", "profiler", "progress", "quantiles", "search", "tables", "validation"),
         ("aiohttp", "httpx", "matplotlib", "numpy", "orjson", "psutil", "pydantic", "transformers", "yaml"),
     ),
     # The only writer of state, and what is asked and shown of it.

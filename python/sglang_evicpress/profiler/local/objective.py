@@ -100,9 +100,7 @@ def even_heads(scores: Tensor, budgets: Budgets) -> Survivors:
 def adaptive_heads(scores: Tensor, budgets: Budgets, safeguard: float = SAFEGUARD) -> Survivors:
     """In each layer as many slots as ``even_heads``, shared by the scores of its heads (Ada-KV)."""
     pairs = zip(scores, budgets, strict=True)
-    return survivors_of(
-        [select_across_heads(layer, min(budget, layer.shape[-1]), safeguard) for layer, budget in pairs]
-    )
+    return survivors_of(select_across_heads(layer, min(budget, layer.shape[-1]), safeguard) for layer, budget in pairs)
 
 
 def survivors_of(masks: Iterable[Tensor]) -> Survivors:
