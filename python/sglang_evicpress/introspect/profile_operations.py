@@ -32,6 +32,7 @@ from sglang_evicpress.introspect.operation import (
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.tiers.entry.identity import MAX_TOKEN
 
+MAX_LAYERS = 1024
 _KEY = re.compile(r"[0-9a-fA-F]{32}")
 
 
@@ -41,8 +42,9 @@ class InspectableShadows(Protocol):
     def open_shadow(self, tokens: Sequence[int], namespace: str | None, may_evict: bool) -> Json:
         """Copy a context's exact KV into a namespace of its own."""
 
-    def make_shadow_form(self, space_id: int, form: Form) -> Json:
-        """Compress a further copy of it."""
+    def make_shadow_form(self, space_id: int, form: Form, layer_tokens: Sequence[int] = ()) -> Json:
+        """Compress a further copy of it, to ``layer_tokens`` in its layers where they are given, whatever ``form`` says
+        of them."""
 
     def drop_shadow_form(self, space_id: int, form: Form) -> Json:
         """Free that copy."""
@@ -83,6 +85,18 @@ def _tokens(arguments: Arguments, name: str) -> array[int]:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN:
             raise IntrospectionError(400, f"{name} has {short_repr(token)}: expected whole numbers of at least 0")
     return array("q", value)
+
+
+def _layer_tokens(arguments: Arguments, name: str) -> tuple[int, ...]:
+    value = arguments.get(name)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_LAYERS:
+        raise refused(arguments, name, f"a list of 1 to {MAX_LAYERS} numbers of tokens, the lowest layer first")
+    for tokens in value:
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_TOKEN:
+            raise IntrospectionError(400, f"{name} has {short_repr(tokens)}: expected whole numbers of at least 1")
+    return tuple(value)
 
 
 def _namespace(arguments: Arguments, name: str) -> str | None:
@@ -143,7 +157,7 @@ PROFILE_OPERATIONS = (
     ),
     _operation(
         "make_shadow_form",
-        asks(InspectableShadows.make_shadow_form, _SHADOW, ("form", stored_form)),
+        asks(InspectableShadows.make_shadow_form, _SHADOW, ("form", stored_form), layer_tokens=_layer_tokens),
         *("POST", "/evicpress/shadows/{shadow_id}/forms"),
     ),
     _operation(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -88,6 +88,15 @@ class Menu:
         least, most = -(-max(1, sinks) // page), num_tokens // page
         counts = self.groups.counts(form.budget, mean // page, min(least, most), most)
         return tuple(count * page for count in counts)
+
+    def given_counts(self, layer_tokens: Sequence[int], num_tokens: int, sinks: int = 0) -> tuple[int, ...]:
+        """Tokens that a layer of each group keeps where ``layer_tokens`` are asked for, whole pages. Raises ValueError
+        for numbers that the groups, the node or its sinks do not allow."""
+        for tokens in layer_tokens:
+            if not max(1, sinks) <= tokens <= num_tokens:
+                raise ValueError(f"layer_tokens has {tokens}: expected from {max(1, sinks)} to {num_tokens}")
+        page = self.page_size
+        return tuple(min(num_tokens, -(-count // page) * page) for count in self.groups.counts_of(layer_tokens))
 
     def filled(self, form: Form, num_tokens: int, sinks: int = 0) -> float:
         """Share of a node's slots, over all layers, that hold KV: as little as layers keep less than the fullest."""
