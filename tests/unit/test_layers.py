@@ -43,7 +43,7 @@ TABLE = {
     "asked_retention": Layer(("error_text",)),
     "files": Layer((), ("orjson",)),
     "validation": Layer((), ("pydantic",)),
-    # Budgets per layer: their arithmetic, their files, and the search for them.
+    # Layer budgets: their arithmetic, their files, and the search for them.
     "search": Layer((*PURE, "files"), ("cmaes", "numpy", "orjson")),
     "flag_groups": Layer((), ("pydantic",)),
     "config": Layer((*PURE, "asked_quality", "flag_groups", "files", "search", "validation"), ("pydantic",)),

@@ -32,7 +32,7 @@ from sglang_evicpress.introspect.operation import (
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.tiers.entry.identity import MAX_TOKEN
 
-MAX_LAYERS = 1024
+MAX_LAYERS = 1024  # of any model
 _KEY = re.compile(r"[0-9a-fA-F]{32}")
 
 

@@ -57,10 +57,10 @@ class Menu:
         object.__setattr__(self, "_of_codec", masks)
 
     def check_budget(self, form: Form) -> None:
-        """Raise ValueError for a form whose budget over layers is none of the menu's."""
+        """Raise ValueError for a form whose layer budget is none of the menu's."""
         if form.is_uneven and form.budget not in self.groups.shares:
             known = ", ".join(self.groups.shares) or "none"
-            raise ValueError(f"form {form} has no budget over layers: expected one of {known}")
+            raise ValueError(f"form {form} has no layer budget: expected one of {known}")
 
     @property
     def everything(self) -> int:
@@ -69,7 +69,7 @@ class Menu:
 
     def num_slots(self, form: Form, num_tokens: int, sinks: int = 0) -> int:
         """Slots a node of ``num_tokens`` holds in ``form``: ceil(kept * tokens), at least ``sinks``, in whole pages; of
-        a form with a budget over layers what its fullest layer keeps."""
+        a form with a layer budget what its fullest layer keeps."""
         if form.budget in self.groups.shares:
             return max(self.layer_counts(form, num_tokens, sinks))
         return self._mean_slots(form, num_tokens, sinks)

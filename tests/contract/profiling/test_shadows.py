@@ -416,7 +416,7 @@ def test_a_budget_that_the_menu_does_not_have_is_refused(walk: ShadowWalk) -> No
     form = Form("knorm", 0.4, budget="found-0a1b2c3d")
     tokens = walk.served(128)
     shadow = walk.whole(tokens)
-    says = "form knorm@0.4:found-0a1b2c3d has no budget over layers: expected one of none"
+    says = "form knorm@0.4:found-0a1b2c3d has no layer budget: expected one of none"
     with pytest.raises(ValueError, match=says):
         walk.cache.shadows.make_shadow_form(shadow.id, form)
     with pytest.raises(ValueError, match=says):

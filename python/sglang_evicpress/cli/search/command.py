@@ -1,4 +1,4 @@
-"""``evicpress search``: from the arguments to a file of budgets per layer."""
+"""``evicpress search``: from the arguments to a file of layer budgets."""
 
 from __future__ import annotations
 
