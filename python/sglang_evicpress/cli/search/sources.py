@@ -43,11 +43,14 @@ class Scored(Protocol):
 
 
 class Source(Protocol):
-    """``identity`` is what scores depend on besides the arguments."""
+    """``name`` is shown; ``identity`` is what scores depend on besides the arguments."""
 
-    name: str
-    num_layers: int
-    identity: str
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def identity(self) -> str: ...
 
     def split(self, contexts: Sequence[GivenContext]) -> list[Split]:
         """Raises ValueError for a context that is too short."""
