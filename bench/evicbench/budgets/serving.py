@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import orjson
 
 from evicbench.budgets.questions import testbed
@@ -29,13 +30,16 @@ from sglang_evicpress.search.menu_budgets import layer_groups
 CONFIG = "layer-budgets"
 WITH, WITHOUT = ("evicpress",), ("evicpress-uniform",)
 MAX_COUNTS = 4
+QUALITIES = (0.9, 0.95, 0.97)
 
 
 def measure_serving() -> Iterator[Line]:
     serve(CONFIG)
     write_report(folder_of(CONFIG))
     config = load_config(BENCH / "configs" / f"{CONFIG}.yaml")
-    yield from hull_lines(config, profiles_in(folder_of(CONFIG) / "profiles.log"))
+    profiles = profiles_in(folder_of(CONFIG) / "profiles.log")
+    yield from hull_lines(config, profiles)
+    yield from bytes_lines(config, profiles)
     summary = summarise(read_results(folder_of(CONFIG)))
     for line in setting_lines(summary.results):
         print(f"    {line}", flush=True)
@@ -79,6 +83,36 @@ def hull_lines(config: Config, profiles: list[Profile]) -> Iterator[Line]:
             "reported",
             f"{told}; with layer budgets on {sum(any(f.is_uneven for f in hull) for hull in hulls)}",
             bool(profiles),
+        )
+
+
+def bytes_at(menu: Menu, profiles: list[Profile], tier: Tier, quality: float, *, has_budgets: bool) -> float:
+    """Share of the exact bytes at which the hull of the means over all contexts has a quality: between two forms of it
+    some contexts are in the one, some in the other."""
+    points = list[tuple[int, float, int]]()
+    for index, form in enumerate(menu.forms):
+        size = sum(menu.sizes(profile.num_tokens, 4, tier)[index] for profile in profiles)
+        qualities = [1.0 if form == EXACT else profile.forms[form].mean for profile in profiles]
+        if has_budgets or not form.is_uneven:
+            points.append((size, sum(qualities) / len(qualities), index))
+    hull = upper_hull([*points, (0, 0.0, -1)])[::-1]
+    return float(np.interp(quality, [point[1] for point in hull], [point[0] for point in hull])) / hull[-1][0]
+
+
+def bytes_lines(config: Config, profiles: list[Profile]) -> Iterator[Line]:
+    menu = menu_of(config)
+    for tier, where in ((Tier.GPU, "slots on the GPU"), (Tier.HOST, "bytes below the GPU")):
+        pairs = {
+            quality: [bytes_at(menu, profiles, tier, quality, has_budgets=has_budgets) for has_budgets in (True, False)]
+            for quality in QUALITIES
+        }
+        told = ", ".join(f"{quality:g}: {ours:.0%} and {theirs:.0%}" for quality, (ours, theirs) in pairs.items())
+        yield Line(
+            f"{where}, of those of exact KV, with and without layer budgets, at equal mean quality of {len(profiles)} "
+            "contexts",
+            "fewer with them" if tier != Tier.GPU else "reported",
+            told,
+            tier == Tier.GPU or all(ours < theirs for ours, theirs in pairs.values()),
         )
 
 
