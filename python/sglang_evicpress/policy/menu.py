@@ -90,13 +90,13 @@ class Menu:
         return tuple(count * page for count in counts)
 
     def given_counts(self, layer_tokens: Sequence[int], num_tokens: int, sinks: int = 0) -> tuple[int, ...]:
-        """Tokens that a layer of each group keeps where ``layer_tokens`` are asked for, whole pages. Raises ValueError
-        for numbers that the groups, the node or its sinks do not allow."""
+        """Tokens that a layer of each group keeps where ``layer_tokens`` are asked for: whole pages, and no fewer than
+        the sinks, as in every form. Raises ValueError for numbers that the groups or the node do not allow."""
         for tokens in layer_tokens:
-            if not max(1, sinks) <= tokens <= num_tokens:
-                raise ValueError(f"layer_tokens has {tokens}: expected from {max(1, sinks)} to {num_tokens}")
-        page = self.page_size
-        return tuple(min(num_tokens, -(-count // page) * page) for count in self.groups.counts_of(layer_tokens))
+            if not 1 <= tokens <= num_tokens:
+                raise ValueError(f"layer_tokens has {tokens}: expected from 1 to {num_tokens}")
+        page, counts = self.page_size, self.groups.counts_of(layer_tokens)
+        return tuple(min(num_tokens, -(-max(count, sinks) // page) * page) for count in counts)
 
     def filled(self, form: Form, num_tokens: int, sinks: int = 0) -> float:
         """Share of a node's slots, over all layers, that hold KV: as little as layers keep less than the fullest."""

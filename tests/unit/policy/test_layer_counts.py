@@ -102,13 +102,14 @@ def test_tokens_by_layer_become_counts_by_group_in_whole_pages() -> None:
     layers = [4 + 20 * group for group in PAIRS.group_of]
     assert uneven.given_counts(layers, 160, 4) == (16, 32)
     assert uneven.given_counts([160] * len(layers), 160, 4) == (160, 160)
+    assert menu("snapkv@0.4:found", PAIRS).given_counts([2] * len(layers), 160, 4) == (4, 4)
 
 
 @pytest.mark.parametrize(
     ("groups", "layer_tokens", "words"),
     [
-        (PAIRS, (3, 24, 24, 3), "layer_tokens has 3: expected from 4 to 160"),
-        (PAIRS, (161,) * 4, "layer_tokens has 161: expected from 4 to 160"),
+        (PAIRS, (0, 24, 24, 0), "layer_tokens has 0: expected from 1 to 160"),
+        (PAIRS, (161,) * 4, "layer_tokens has 161: expected from 1 to 160"),
         (PAIRS, (10, 10), "layer_tokens has 2 numbers: expected one for each of 4 layers"),
         (NO_BUDGETS, (10, 20), "layers of this server keep equally many tokens"),
         (LayerGroups((0, 1, 0), {"b": (1, 2)}), (9, 20, 8), "layers 0 and 2 keep equally many tokens .* 9 and 8 are"),
