@@ -1,4 +1,4 @@
-"""Where a search scores budgets: at a local model of transformers, or at a running server."""
+"""Sources of the scores of a search: a local model of transformers, or a running server."""
 
 from __future__ import annotations
 
