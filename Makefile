@@ -27,7 +27,7 @@ SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels
 
 help:
 	@echo "make demo             LRU, LRU over host RAM and SSD, EvicPress, and a cache that holds everything, side by side; about 6 minutes"
-	@echo "make test             every test: two processes at first, then those of real servers one by one; REPORTS=DIR keeps JUnit files"
+	@echo "make test             every test: two processes at first, then one by one those that need all the time there is; REPORTS=DIR keeps JUnit files"
 	@echo "make check            ruff, ruff format, mypy"
 	@echo "make contract         only the tests of what we assume about SGLang"
 	@echo "make check-release    what CI asks of another release, RELEASE=R: the cache's contract tests, exact, off is stock, salts through the SSD; 6 minutes"
@@ -46,7 +46,7 @@ help:
 	@echo "make show-codecs      codecs: bytes, speed, loss, servers with bfloat16 KV beside a grid of fixed forms, simulation; at most 60 minutes"
 	@echo "make show-releases    every supported SGLang: exact, off is stock, salts, restart, budgets, storm; overhead; at most 75 minutes"
 	@echo "make show-budgets     layer budgets on the small model: found, expanded, three seeds, one search, heads, servers; at most 45 minutes"
-	@echo "make show-operator    series, alerts, dashboard and page of real servers; needs apt-get install prometheus chromium; at most 30 minutes"
+	@echo "make show-operator    series, alerts, page, floors, errors, commands; needs apt-get install prometheus chromium; at most 25 minutes"
 	@echo "make show-... QUICK=1 the same in at most 2 minutes: smaller sizes, and what they cannot judge is not judged"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"
@@ -68,8 +68,8 @@ $(VENV)/.ready: pyproject.toml uv.lock bench/evicbench/releases/cpu_shim.py
 	@touch $@
 
 test: setup
-	$(PY) -m pytest -n 2 --dist loadfile --ignore=tests/e2e $(REPORTS:%=--junitxml=%/parallel.xml)
-	$(PY) -m pytest tests/e2e $(REPORTS:%=--junitxml=%/servers.xml)
+	$(PY) -m pytest -n 2 --dist loadfile -m "not alone" $(REPORTS:%=--junitxml=%/two-processes.xml)
+	$(PY) -m pytest -m alone $(REPORTS:%=--junitxml=%/alone.xml)
 
 check: setup
 	$(PY) -m ruff check

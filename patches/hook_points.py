@@ -191,6 +191,12 @@ HOOK_POINTS = (
     # what answers say of the KV that was served
     _hook(f"{_TOKENIZER}.generate_request", "self obj request", process="frontend"),
     _read("sglang.srt.managers.io_struct.BatchTokenIDOutput.customized_info"),
+    _hook(
+        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer."
+        "is_request_level_customized_info_key",
+        "self key",
+        since="0.5.22",
+    ),
     # salts, where they are concatenated with extra keys
     _hook(
         "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._compute_extra_key",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from sglang_evicpress.patches.attention import layer_groups, physical_lengths, req_to_token
-from sglang_evicpress.patches.cache import factory
+from sglang_evicpress.patches.cache import factory, served_kv
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
 from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.decode_budget import admission
@@ -52,6 +52,7 @@ def register(registry: Any, hook_type: Any) -> None:
     hooks.install(registry, hook_type)
     queue_limit.install(registry, hook_type)
     garbage.install(registry, hook_type)
+    served_kv.install(registry, hook_type)
     registry.register(EVICT, _around_evict_from_tree_cache, hook_type.AROUND)
     if RELEASE.BEAMS:
         registry.register(RELEASE.BEAMS, _around_beams, hook_type.AROUND)

@@ -18,15 +18,18 @@ class Release(Protocol):
     """One module of this folder for all releases that share these answers.
 
     ``ALLOCATION`` is the module of the functions that give a batch its slots, ``PREFIX_SLOTS`` of these the one that
-    reads a prefix, or "". ``BEAMS`` is the function that admits a beam search, or "". ``EVICTS_SHORTFALL``: the tree is
-    asked for what is short of the slots wanted; else for all of them, free ones included. ``UPDATE_SESSIONS``: weights
-    are written between two calls, and maybe not by SGLang. ``KEY_FIELDS`` tell one key of the tree from another,
-    ``REQUEST_FIELDS`` and ``KV_FIELDS`` are what we read of a request and of its ``kv``.
+    reads a prefix, or "". ``BEAMS`` is the function that admits a beam search, or "".
+    ``SENT_ONCE`` names the method that tells what an answer carries once, not for each token, or "".
+    ``EVICTS_SHORTFALL``: the tree is asked for what is short of the slots wanted; else for all, free ones included.
+    ``UPDATE_SESSIONS``: weights are written between two calls, and maybe not by SGLang.
+    ``KEY_FIELDS`` tell one key of the tree from another, ``REQUEST_FIELDS`` and ``KV_FIELDS`` are what we read of a
+    request and of its ``kv``.
     """
 
     ALLOCATION: str
     PREFIX_SLOTS: str
     BEAMS: str
+    SENT_ONCE: str
     EVICTS_SHORTFALL: bool
     UPDATE_SESSIONS: bool
     KEY_FIELDS: frozenset[str]

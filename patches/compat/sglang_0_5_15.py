@@ -13,6 +13,7 @@ from sglang_evicpress.patches.tree.types import Batch
 ALLOCATION = "sglang.srt.mem_cache.common"
 PREFIX_SLOTS = ""
 BEAMS = ""
+SENT_ONCE = ""
 EVICTS_SHORTFALL = False
 UPDATE_SESSIONS = False
 KEY_FIELDS = frozenset({"token_ids", "extra_key", "is_bigram", "limit"})

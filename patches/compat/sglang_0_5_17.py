@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from sglang_evicpress.patches.compat.sglang_0_5_15 import BEAMS as BEAMS
 from sglang_evicpress.patches.compat.sglang_0_5_15 import KEY_FIELDS as KEY_FIELDS
 from sglang_evicpress.patches.compat.sglang_0_5_15 import PREFIX_SLOTS as PREFIX_SLOTS
+from sglang_evicpress.patches.compat.sglang_0_5_15 import SENT_ONCE as SENT_ONCE
 from sglang_evicpress.patches.compat.sglang_0_5_15 import UPDATE_SESSIONS as UPDATE_SESSIONS
 from sglang_evicpress.patches.compat.sglang_0_5_15 import free_pages as free_pages
 from sglang_evicpress.patches.compat.sglang_0_5_15 import give_back_pages as give_back_pages

@@ -18,6 +18,10 @@ from sglang_evicpress.patches.compat.sglang_0_5_17 import current_batch as curre
 
 PREFIX_SLOTS = "_prefix_kv_indices"
 BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init"
+SENT_ONCE = (
+    "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer."
+    "is_request_level_customized_info_key"
+)
 UPDATE_SESSIONS = True
 KEY_FIELDS = frozenset({"token_ids", "extra_key", "is_bigram", "limit", "cache_salt"})
 REQUEST_FIELDS = frozenset(

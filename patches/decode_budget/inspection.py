@@ -62,11 +62,11 @@ class RequestsInspection:
         self._device = device
 
     def describe_requests(
-        self, rid: str | None, *, positions: bool, offset: int = 0, after: int = 0, limit: int = MAX_REQUESTS
+        self, rid: str | None, *, positions: bool = False, offset: int = 0, after: int = 0, limit: int = MAX_REQUESTS
     ) -> dict[str, object]:
         """Requests with a budget, those that ended lately included, by their numbers, which count them from 1: all
-        named ``rid``, or up to ``limit`` with numbers above ``after``. ``next_after`` asks for the rest, None without
-        one.
+        named ``rid``, or up to ``limit`` with numbers above ``after``. ``next`` (also ``next_after``) asks for the
+        rest, None without one.
 
         ``positions`` shows of the last one named ``rid`` what its slots hold and what each traced pass left, as one
         row of ``num_values`` values: up to MAX_VALUES of them from ``offset`` on, and ``next_offset``. Shapes tell how
@@ -89,9 +89,11 @@ class RequestsInspection:
             ((_, last),) = heapq.nlargest(1, matches, key=itemgetter(0))
             return {"requests": [self._describe_positions(last, offset)], "totals": self._records.totals.to_json()}
         page = heapq.nsmallest(most, matches, key=itemgetter(0))
+        following = page[-1][0] if len(page) < len(matches) else None
         return {
             "requests": [self._describe(told) for _, told in page],
-            "next_after": page[-1][0] if len(page) < len(matches) else None,
+            "next": following,
+            "next_after": following,
             "totals": self._records.totals.to_json(),
         }
 

@@ -13,18 +13,21 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sglang_evicpress.dashboard.page import read_page
 from sglang_evicpress.introspect.arguments import IntrospectionError
-from sglang_evicpress.introspect.operation import Access
+from sglang_evicpress.introspect.openapi import EVENTS, PAGE, responses
+from sglang_evicpress.introspect.operation import PREFIX, Access, stable_path
 from sglang_evicpress.introspect.operations import encode
 from sglang_evicpress.patches.http.access import AccessRules, level_of
 from sglang_evicpress.patches.http.events import EventHub, Listener
-from sglang_evicpress.patches.http.replies import json_response
+from sglang_evicpress.patches.http.replies import VERSION_HEADERS, json_response
 
-PATHS = ("/evicpress/", "/evicpress/events")
+EVENTS_PATH = f"{PREFIX}/events"
+PATHS = (f"{PREFIX}/", stable_path(EVENTS_PATH))
 
 SEND_S = 10.0
 """A listener who takes no bytes for so long is left."""
 
-_EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **VERSION_HEADERS}
+_TEXT = {"type": "string"}
 
 
 class EventStream(StreamingResponse):
@@ -53,9 +56,14 @@ class EventStream(StreamingResponse):
 
 def add_dashboard(app: FastAPI) -> None:
     """The page has no figures in it, and is for everybody; the events are as the other descriptions of the cache."""
-    app.add_api_route("/evicpress", _to_page, methods=["GET"], include_in_schema=False)
-    app.add_api_route("/evicpress/", _page, methods=["GET"], include_in_schema=False)
-    app.add_api_route("/evicpress/events", auth_level(level_of(Access.READ))(_events), methods=["GET"])
+    app.add_api_route(PREFIX, _to_page, methods=["GET"], include_in_schema=False)
+    page = {"summary": PAGE, "tags": ["evicpress"], "responses": responses(PAGE, "text/html", _TEXT, (401,))}
+    app.add_api_route(f"{PREFIX}/", _page, methods=["GET"], response_class=Response, openapi_extra=page)
+    answers = responses(EVENTS, "text/event-stream", _TEXT, (401, 503))
+    events = {"summary": EVENTS, "tags": ["evicpress"], "responses": answers}
+    for path in (stable_path(EVENTS_PATH), EVENTS_PATH):
+        endpoint = auth_level(level_of(Access.READ))(_events)
+        app.add_api_route(path, endpoint, methods=["GET"], response_class=Response, openapi_extra=events)
 
 
 async def _to_page() -> Response:
@@ -64,7 +72,8 @@ async def _to_page() -> Response:
 
 async def _page() -> Response:
     page = read_page()
-    return Response(page.body, media_type="text/html; charset=utf-8", headers=dict(page.headers))
+    headers = {**page.headers, **VERSION_HEADERS}
+    return Response(page.body, media_type="text/html; charset=utf-8", headers=headers)
 
 
 async def _events(request: Request) -> Response:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_evicpress.introspect.arguments import Json, flag
+from sglang_evicpress.introspect.arguments import FIRST_ITEMS, MOST_ITEMS, Json, flag
 from sglang_evicpress.introspect.operations import encode, read_object
 from sglang_evicpress.patches.scheduler.messages import EvicPressReqOutput
 
@@ -20,22 +20,19 @@ Call = Callable[[str, Json], Awaitable[EvicPressReqOutput]]
 @dataclass(frozen=True, slots=True)
 class Listing:
     """``items``: the list in the answer. ``cursor``: the argument that continues behind ``next`` of the page before.
-    ``limit``: how many items a caller gets who does not say. ``is_shared``: callers at about the same time get the
+    ``is_shared``: callers at about the same time get the
     same answer."""
 
     items: str
     cursor: str
-    limit: int
     is_shared: bool = False
 
 
-MAX_ITEMS = 20_000  # in one answer over HTTP, whatever limit it is asked with; ``next`` leads to the others
-
 LISTINGS = {
-    "tree": Listing("nodes", "after", MAX_ITEMS),
-    "outline": Listing("nodes", "after", MAX_ITEMS, is_shared=True),
-    "journal": Listing("entries", "since", 100),
-    "profiles": Listing("profiles", "after", 10_000),
+    "tree": Listing("nodes", "after"),
+    "outline": Listing("nodes", "after", is_shared=True),
+    "journal": Listing("entries", "since"),
+    "profiles": Listing("profiles", "after"),
 }
 
 
@@ -121,7 +118,7 @@ async def read_listing(call: Call, op: str, arguments: Json) -> tuple[int, bytes
     where to go on, None at the end.
     """
     listing = LISTINGS[op]
-    wanted = min(int(str(arguments.get("limit", listing.limit))), MAX_ITEMS)
+    wanted = min(int(str(arguments.get("limit", FIRST_ITEMS[op]))), MOST_ITEMS)
     response = await call(op, arguments)
     if response.status != 200:
         return response.status, response.payload

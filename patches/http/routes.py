@@ -16,7 +16,8 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_evicpress.error_text import code_path
 from sglang_evicpress.introspect.arguments import IntrospectionError, Json
-from sglang_evicpress.introspect.operation import MAX_CONTEXT_BYTES, Access, Operation
+from sglang_evicpress.introspect.openapi import described
+from sglang_evicpress.introspect.operation import MAX_CONTEXT_BYTES, PREFIX, Access, Operation, stable_path
 from sglang_evicpress.introspect.operations import OPERATIONS, encode, read_object, read_question, shows_prompt
 from sglang_evicpress.patches.http.access import AccessRules, level_of
 from sglang_evicpress.patches.http.dashboard import PATHS, add_dashboard
@@ -123,7 +124,8 @@ def find_route(method: str, path: str) -> tuple[Operation, Json]:
     """The route that serves a path, and what the path gives. Raises KeyError for one that none serves."""
     for route in routes():
         names = re.findall(r"{(\w+)}", route.path)
-        match = re.fullmatch(re.sub(r"{\w+}", "([^/]+)", route.path), path)
+        patterns = (re.sub(r"{\w+}", "([^/]+)", each) for each in (route.path, stable_path(route.path)))
+        match = next(filter(None, (re.fullmatch(pattern, path) for pattern in patterns)), None)
         if route.method == method and match is not None:
             return route, dict(zip(names, match.groups(), strict=True))
     raise KeyError(f"{method} {path}")
@@ -156,10 +158,13 @@ def add_routes(
     if not is_new:
         return calls
     for route in routes():
-        app.add_api_route(route.path, auth_level(level_of(route.access))(_endpoint(route)), methods=[route.method])
+        for path in (stable_path(route.path), route.path):
+            endpoint = auth_level(level_of(route.access))(_endpoint(route))
+            options = {"methods": [route.method], "response_class": Response, "openapi_extra": described(route)}
+            app.add_api_route(path, endpoint, **options)
     add_dashboard(app)
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-    for path in ("/evicpress", "/evicpress/{rest:path}"):  # last: a wrong path or method gets a reason too
+    for path in (PREFIX, PREFIX + "/{rest:path}"):  # last: a wrong path or method gets a reason too
         app.add_api_route(path, _unknown_path, methods=methods, include_in_schema=False)
     return calls
 
@@ -254,7 +259,10 @@ async def _body(request: Request, max_bytes: int) -> bytes:
 
 async def _unknown_path(request: Request) -> Response:
     path = request.url.path
-    paths = (*(f"GET {path}" for path in PATHS), *(f"{route.method} {route.path}" for route in routes()))
+    paths = (
+        *(f"GET {path}" for path in PATHS),
+        *(f"{route.method} {stable_path(route.path)}" for route in routes()),
+    )
     served = ", ".join(paths)
     error = IntrospectionError(404, f"{request.method} {path} is not served: expected one of {served}")
     return json_response(error.status, encode(error.body))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from evicbench.tiers.chaos import lines, storm
 
-pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
+pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 
 SECONDS = 60.0
 

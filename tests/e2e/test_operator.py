@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
+import jsonschema
 import psutil
 import pytest
 from evicbench.testbed.server import ADMIN_KEY, GUESSED, Server
@@ -79,6 +80,20 @@ def test_the_page_and_its_events_are_served(server: Server) -> None:
     outline = server.get("/evicpress/outline")
     ids = [node["id"] for node in server.get("/evicpress/tree")["nodes"]]
     assert sorted(row[0] for row in outline["nodes"]) == sorted(ids)
+
+
+def test_answers_are_as_the_server_publishes_them(server: Server) -> None:
+    paths = {path: found for path, found in server.get("/openapi.json")["paths"].items() if "/evicpress/v1/" in path}
+    assert len(paths) > 15 and all(each["summary"] for found in paths.values() for each in found.values())
+    node_id = server.get("/evicpress/v1/tree?limit=1")["nodes"][0]["id"]
+    num_seen = 0
+    for path, found in paths.items():
+        content = found.get("get", {"responses": {"200": {"content": {}}}})["responses"]["200"]["content"]
+        if "application/json" in content and "{key}" not in path:
+            answer = server.get(path.replace("{node_id}", str(node_id)))
+            jsonschema.validate(answer, content["application/json"]["schema"])
+            num_seen += 1
+    assert num_seen == 9
 
 
 def test_a_server_ends_while_somebody_listens(server: Server) -> None:

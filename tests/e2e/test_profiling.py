@@ -16,7 +16,7 @@ from evicbench.testbed.vocabulary import load_vocabulary
 
 from sglang_evicpress.cli.main import main
 
-pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
+pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 
 DEADLINE_S = 90.0
 FORMS = "keydiff@0.8,keydiff@0.2,snapkv@0.5"

@@ -10,7 +10,7 @@ from evicbench.correctness.storm import Storm, arguments
 from evicbench.stress import CHECKS
 from evicbench.testbed.server import Server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
+pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 
 SECONDS = 40.0
 

@@ -12,7 +12,7 @@ from evicbench.tiers import restart
 from evicbench.tiers.identical import arguments, ask_all, draw_questions, exact_line, lossy_line
 from evicbench.tiers.prompts import Question
 
-pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
+pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 
 NUM_REQUESTS = 40
 MOVE_SEEDS = range(1, 6)

@@ -87,7 +87,7 @@ TABLE = {
     ),
     # The only writer of state, and what is asked and shown of it.
     "controller": Layer((*PURE, "error_text")),
-    "introspect": Layer(("core", "error_text", "quality", "quantiles", "tiers"), ("orjson",)),
+    "introspect": Layer(("core", "error_text", "quality", "quantiles", "tables", "tiers"), ("orjson",)),
     "dashboard": Layer(),
     # The only code that knows SGLang.
     "patches": Layer(
@@ -106,7 +106,7 @@ TABLE = {
             *("benchmark", "files", "geometry", "press", "profiler", "progress", "quality", "quantiles", "search"),
             *("simulator", "tables", "tiers", "traces"),
         ),
-        ("matplotlib", "numpy", "openai", "orjson", "pydantic"),
+        ("matplotlib", "numpy", "openai", "orjson", "pydantic", "shtab"),
     ),
 }
 

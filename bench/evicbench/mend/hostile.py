@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import tempfile
 import time
 from collections import Counter
@@ -19,6 +20,8 @@ import psutil
 from evicbench.mend.values import any_text, any_value
 from evicbench.report import Line
 from evicbench.testbed.server import ADMIN_KEY, Server, greedy
+from sglang_evicpress.introspect.operation import stable_path
+from sglang_evicpress.introspect.operations import OPERATIONS
 
 SECONDS = 300.0
 SETTLED_S = 120.0  # into the run: memory is looked at then
@@ -35,25 +38,21 @@ OPERATORS = {
 }
 """Operations that no client reaches: with an admin key they need it, without one a caller on the server's machine."""
 
+_SERVED = [operation for operation in OPERATIONS.values() if operation.path]
 ROUTES = (
     *(
-        ("GET", f"/evicpress/{name}")
-        for name in ("tree", "outline", "stats", "journal", "tiers", "requests", "profiles")
+        (operation.method, re.sub(r"{\w+}", "ID", path))
+        for operation in _SERVED
+        for path in (operation.path, stable_path(operation.path))
     ),
-    *(("GET", f"/evicpress/{name}") for name in ("nodes/ID", "explain/ID", "profiles/ID", "ID", "")),
-    *(("POST", f"/evicpress/{name}") for name in ("check", "evict", "flush", "tiers/ssd", "tiers/ssd/detach")),
-    *(("POST", f"/evicpress/{name}") for name in ("profiles", "shadows", "nodes/ID/compress", "nodes/ID/demote")),
-    *(("POST", f"/evicpress/shadows/ID/{name}") for name in ("forms", "drop", "close")),
+    *(("GET", f"/evicpress/{name}") for name in ("", "ID", "v1", "v1/", "v1/ID", "v2/tree", "v1/v1/tree")),
 )
-ARGUMENTS = (
-    *("node_id", "positions", "tokens", "layer", "since", "after", "limit", "offset", "rid", "form", "tier", "dir"),
-    *("gb", "write_gb_per_day", "num_slots", "token_ids", "extra_key", "may_evict", "adopt", "profile", "is_fresh"),
-    *("key", "shadow_id", "hold_seconds", "pairs"),
-)
+ARGUMENTS = (*dict.fromkeys(name for each in _SERVED for one in each.arguments for name in one.names), "pairs")
 FIELDS = (
     *("kv_decode_budget", "kv_decode_method", "kv_decode_score", "kv_decode_interval", "kv_decode_protected_pages"),
-    *("kv_decode_window", "kv_decode_trace", "kv_quality", "kv_nonsense"),
+    *("kv_decode_window", "kv_decode_trace", "kv_quality", "kv_retention_seconds", "kv_nonsense"),
 )
+ERROR = re.compile(r"[^\n]{10,}")
 
 
 def measure(seconds: float = SECONDS, admin_keys: Sequence[str | None] = (None, ADMIN_KEY)) -> Iterator[Line]:
@@ -132,7 +131,7 @@ class Hostile:
             self._answers = [await self._answer_to(session, prompt) for prompt in self._prompts]
             begin = time.monotonic()
             self._deadline = begin + self._seconds
-            hostile = (*(self._ask_anything,) * 6, *(self._generate_anything,) * 2, *(self._look,) * 2)
+            hostile = (*(self._ask_anything,) * 6, *(self._generate_anything,) * 2, *(self._look,) * 2, self._listen)
             tasks = [self._repeat(number, hostile, session) for number in range(NUM_HOSTILE)]
             tasks += [self._repeat(1000 + number, (self._send_slowly,), session) for number in range(NUM_SLOW)]
             tasks += [self._use(number, session) for number in range(NUM_USERS)]
@@ -162,8 +161,9 @@ class Hostile:
         await response.read()
         self.statuses[str(response.status)] += 1
         if response.status in (500, 502) or (response.status == 503 and "Retry-After" not in response.headers):
-            text = (await response.text())[:160]
-            self.problems[f"{what}: {response.status} {text}"] += 1
+            self.problems[f"{what}: {response.status} {(await response.text())[:160]}"] += 1
+        elif response.status >= 400 and response.status != 401 and "/evicpress" in what:  # 401 is SGLang's
+            self.problems[f"{what}: {response.status} without one reason"] += not _has_reason(await response.read())
 
     # ---- what hostile clients do
 
@@ -201,10 +201,26 @@ class Hostile:
             (
                 *("tree", "stats", "tiers", "journal?limit=100000", "requests", "requests?positions=true", "profiles"),
                 *(f"nodes/{node}?positions=true", f"explain/{node}", "tree?limit=1", "tree?after=100000"),
+                *("", "v1/outline", f"v1/outline?limit=2&cursor={node}", f"v1/tree?limit=2&cursor={node}"),
+                *("v1/journal?limit=3&cursor=7", "v1/requests?cursor=1", "v1/profiles?limit=1", "v1/stats"),
             )
         )
         async with session.get(f"/evicpress/{path}", headers=FORWARDED) as response:
             await self._note(response, f"GET /evicpress/{path.partition('?')[0]}")
+
+    async def _listen(self, session: aiohttp.ClientSession, rng: random.Random) -> None:
+        """Events for a while, read or not; then the connection is left."""
+        path = rng.choice(("/evicpress/events", "/evicpress/v1/events", "/evicpress/v1/events?since=1"))
+        async with session.get(path, headers=FORWARDED) as response:
+            if response.status != 200:
+                await self._note(response, f"GET {path}")
+                return
+            self.statuses["listened"] += 1
+            with suppress(TimeoutError):
+                if rng.random() < 0.5:
+                    await asyncio.wait_for(response.content.readuntil(b"\n\n"), 5.0)
+            await asyncio.sleep(rng.uniform(0.0, 3.0))
+            response.close()
 
     async def _send_slowly(self, _: aiohttp.ClientSession, rng: random.Random) -> None:
         """A body that comes byte by byte, of a connection that is left in the end."""
@@ -264,6 +280,15 @@ def resident_bytes(pid: int) -> int:
     """Unique set size of a process and all its descendants: what would be free without them."""
     first = psutil.Process(pid)
     return sum(process.memory_full_info().uss for process in (first, *first.children(recursive=True)))
+
+
+def _has_reason(body: bytes) -> bool:
+    """True of an error as every route of ours gives it: JSON with one sentence."""
+    with suppress(ValueError):
+        match json.loads(body):
+            case {"error": {"reason": str() as reason}}:
+                return ERROR.fullmatch(reason) is not None
+    return False
 
 
 def _tokens(rng: random.Random, number: int) -> list[int]:

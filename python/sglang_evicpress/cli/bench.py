@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from sglang_evicpress.benchmark.config import Config, load_config
@@ -16,15 +17,18 @@ from sglang_evicpress.benchmark.saturation import at_saturation
 from sglang_evicpress.benchmark.server import ServerError
 from sglang_evicpress.benchmark.systems import Sizes, System, expand, left_out, sizes_of
 from sglang_evicpress.benchmark.tables import TABLES, write_report
+from sglang_evicpress.cli.output import print_result
 from sglang_evicpress.cli.parser import INTERRUPTED, say
+from sglang_evicpress.cli.parsers import bench_serve as make_parser
 
 FOLDER = Path("bench/out/serve")
 _ROOM_TOKENS = 256
 """Around a context in the pool: the question, and what the server keeps for itself."""
 
 
-def serve(args: argparse.Namespace, command: str) -> int:
+def serve(argv: Sequence[str]) -> int:
     """Run what is missing and print where it is; the exit status. Raises ValueError for bad input."""
+    args, command = make_parser().parse_args(argv), shlex.join(["evicpress", "bench", "serve", *argv])
     config = load_config(args.config)
     if args.repetitions is not None:
         if args.repetitions < 1:
@@ -51,7 +55,8 @@ def serve(args: argparse.Namespace, command: str) -> int:
         return 1
     before = f"; {done.num_before} were there before" if done.num_before else ""
     failed = f"; {done.num_failed} requests failed" if done.num_failed else ""
-    print(f"{done.num_runs} runs made{before}{failed}; tables: {folder / TABLES}; every request: {folder / 'runs'}")
+    line = f"{done.num_runs} runs made{before}{failed}; tables: {folder / TABLES}; every request: {folder / 'runs'}"
+    print_result(args, {**asdict(done), "tables": folder / TABLES, "runs": folder / "runs"}, [line])
     return 0
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
 
+from sglang_evicpress.cli.output import print_result
 from sglang_evicpress.cli.parser import naming, say
+from sglang_evicpress.cli.parsers import calibrate_geometry as make_parser
 from sglang_evicpress.files import check_output, read_text
 from sglang_evicpress.geometry import file
 from sglang_evicpress.geometry.calibrate import CalibratedModel, read_sequences
 
 
-def calibrate_geometry(args: argparse.Namespace) -> int:
+def calibrate_geometry(argv: Sequence[str]) -> int:
     """Measure, write the file, and say what is in it; the exit status. Raises ValueError for bad input."""
+    args = make_parser().parse_values(argv)
     with naming("--out"):
         check_output(args.out, {"--text": args.text})
     with naming("--text"):
@@ -25,8 +29,10 @@ def calibrate_geometry(args: argparse.Namespace) -> int:
         geometry = model.measure(sequences, args.max_offset)
     file.write(args.out, geometry)
     facts = geometry.model
-    print(
+    line = (
         f"{args.out}: {facts.name}, {facts.num_layers} layers of {facts.num_heads} query and {facts.num_kv_heads} KV "
         f"heads, {geometry.num_tokens} tokens, queries up to {geometry.max_offset} tokens ahead"
     )
+    counts = {"num_tokens": geometry.num_tokens, "max_offset": geometry.max_offset}
+    print_result(args, {"file": args.out, "model": asdict(facts), **counts}, [line])
     return 0

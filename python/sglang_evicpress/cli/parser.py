@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, Self
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as a shell reports a process that SIGINT ended."""
@@ -24,6 +24,17 @@ class Parser(argparse.ArgumentParser):
     """Raises ValueError, one line that names the flag."""
 
     _value_flags: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, name: str, description: str, epilog: str | None = None) -> Self:
+        """Parser of ``evicpress NAME``; the lines of ``epilog`` stay as they are."""
+        form = argparse.RawDescriptionHelpFormatter
+        prog = f"evicpress {name}"
+        return cls(prog=prog, description=description, epilog=epilog, formatter_class=form, allow_abbrev=False)
+
+    def add_json(self) -> None:
+        """The flag that ``output.print_result`` reads."""
+        self.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
 
     def parse_values(self, argv: Sequence[str]) -> argparse.Namespace:
         """As ``parse_args``, but what looks like a number below 0 is the value of the flag before it, not a flag."""

@@ -9,6 +9,11 @@ from typing import TypeAlias
 from sglang_evicpress.core import CODECS, Form, Tier
 from sglang_evicpress.error_text import short_repr
 
+MOST_ITEMS = 20_000
+"""Most that one answer over HTTP lists, whatever limit it is asked with; ``next`` leads to the others."""
+FIRST_ITEMS = {"tree": MOST_ITEMS, "outline": MOST_ITEMS, "journal": 100, "profiles": 10_000}
+"""Items of an answer over HTTP that is asked for without a limit."""
+
 PAGE_NODES = 100
 PAGE_OUTLINE = 200
 PAGE_DECISIONS = 200

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 import orjson
@@ -18,14 +17,13 @@ import orjson
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.error_text import code_path, short_repr
 from sglang_evicpress.introspect import arguments as checked
+from sglang_evicpress.introspect import parameters as given
+from sglang_evicpress.introspect import schemas
 from sglang_evicpress.introspect.arguments import PAGE_NODES, PAGE_OUTLINE, IntrospectionError, Json
 from sglang_evicpress.introspect.operation import Access, Arguments, Operation, Question, asks, by_name
 from sglang_evicpress.introspect.profile_operations import PROFILE_OPERATIONS
 
 logger = logging.getLogger(__name__)
-
-HOLD_S = 60.0
-"""How long a node stays as it was put by hand where the request does not say."""
 
 _ENCODING = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
@@ -109,7 +107,7 @@ class InspectableRequests(Protocol):
     """Requests with a decode-time budget."""
 
     def describe_requests(
-        self, rid: str | None, *, positions: bool, offset: int = 0, after: int = 0, limit: int = 100
+        self, rid: str | None, *, positions: bool = False, offset: int = 0, after: int = 0, limit: int = 100
     ) -> Json:
         """Requests with a decode-time budget: up to ``limit`` with numbers above ``after``, or those named. With
         ``positions`` what the slots of the last one named hold, from value ``offset`` on. Raises IntrospectionError
@@ -136,112 +134,138 @@ class Inspectable(InspectableTree, InspectableTiers, InspectableRequests, Protoc
         """``{"ok": bool, "violations": [str, ...]}``; a broken invariant is a finding, not an exception."""
 
 
-def _requests(arguments: Arguments) -> Question:
-    checked.accept_only(arguments, "rid", "positions", "offset", "after", "limit")
+def _check_requests(arguments: Arguments) -> None:
     rid, positions = checked.name(arguments, "rid"), checked.flag(arguments, "positions")
     if positions and rid is None:
         raise IntrospectionError(400, "positions is true without rid: expected the rid of one request")
     if "offset" in arguments and not positions:
         raise IntrospectionError(400, "offset is given without positions: expected positions=true")
-    if rid is not None and ("after" in arguments or "limit" in arguments):
+    names = (*given.AFTER_REQUEST.names, "limit")
+    if rid is not None and any(name in arguments for name in names):
         raise IntrospectionError(400, "after and limit list requests: expected them without rid")
-    offset = checked.integer(arguments, "offset", least=0, default=0)
-    after = checked.integer(arguments, "after", least=0, default=0)
-    limit = checked.integer(arguments, "limit", least=1, default=100)
-    return lambda cache: cache.describe_requests(rid, positions=positions, offset=offset, after=after, limit=limit)
-
-
-_INDEX = partial(checked.integer, least=0)
-_AMOUNT = partial(checked.integer, least=1)
-_HOLD = ("hold_seconds", partial(checked.seconds, default=HOLD_S))
-
-
-def _write_limit(arguments: Arguments, name: str) -> float | None:
-    return None if arguments.get(name) is None else checked.gigabytes(arguments, name)
 
 
 OPERATIONS: dict[str, Operation] = by_name(
-    Operation("tree", asks(InspectableTree.describe_tree, after=_INDEX, limit=_AMOUNT), "GET", "/evicpress/tree"),
     Operation(
-        "outline", asks(InspectableTree.describe_outline, after=_INDEX, limit=_AMOUNT), "GET", "/evicpress/outline"
+        "tree",
+        asks(InspectableTree.describe_tree, named=(given.AFTER_NODE, given.LIMIT_NODES)),
+        *("GET", "/evicpress/tree"),
+        text="Every node: form, tokens, slots, tier, lineage, use",
+        answer=schemas.TREE,
+    ),
+    Operation(
+        "outline",
+        asks(InspectableTree.describe_outline, named=(given.AFTER_NODE, given.LIMIT_NODES)),
+        *("GET", "/evicpress/outline"),
+        text="Every node in short, a list each: for pages that draw the tree",
+        answer=schemas.OUTLINE,
     ),
     Operation(  # with tokens=true as Access.PROMPT
         "node",
-        asks(
-            InspectableTree.describe_node,
-            ("node_id", _INDEX),
-            positions=checked.flag,
-            tokens=checked.flag,
-            layer=_INDEX,
-        ),
+        asks(InspectableTree.describe_node, given.NODE_ID, named=(given.POSITIONS, given.TOKENS, given.LAYER)),
         *("GET", "/evicpress/nodes/{node_id}"),
+        text="One node: its options, positions and decisions",
+        answer=schemas.NODE,
     ),
-    Operation("stats", asks(Inspectable.describe_stats), "GET", "/evicpress/stats", Access.OPEN),
     Operation(
-        "explain", asks(InspectableTree.explain_node, ("node_id", _INDEX)), "GET", "/evicpress/explain/{node_id}"
+        "stats",
+        asks(Inspectable.describe_stats),
+        *("GET", "/evicpress/stats", Access.OPEN),
+        text="Sizes of the pool, forms resident, costs learned, decisions so far",
+        answer=schemas.STATS,
+    ),
+    Operation(
+        "explain",
+        asks(InspectableTree.explain_node, given.NODE_ID),
+        *("GET", "/evicpress/explain/{node_id}"),
+        text="Options of a node with bytes, quality, seconds and utility; which is next, and why",
+        answer=schemas.EXPLAIN,
     ),
     Operation(
         "journal",
-        asks(
-            InspectableTree.read_journal,
-            ("since", partial(_INDEX, default=0)),
-            ("limit", partial(_AMOUNT, default=100)),
-        ),
+        asks(InspectableTree.read_journal, given.SINCE, given.LIMIT_DECISIONS),
         *("GET", "/evicpress/journal"),
+        text="Decisions with their inputs, of the last 4,096",
+        answer=schemas.JOURNAL,
     ),
     Operation(
         "compress",
-        asks(InspectableTree.compress_node, ("node_id", _INDEX), ("form", checked.form), _HOLD),
+        asks(InspectableTree.compress_node, given.NODE_ID, given.FORM, given.HOLD),
         *("POST", "/evicpress/nodes/{node_id}/compress", Access.ACT),
         may_conflict=True,
+        text="Compress a node in place",
+        answer=schemas.COMPRESSED,
+        more_statuses=(507,),
     ),
-    Operation("check", asks(Inspectable.check_integrity), "POST", "/evicpress/check", Access.ACT),
     Operation(
-        "evict", asks(InspectableTree.evict_slots, ("num_slots", _AMOUNT)), "POST", "/evicpress/evict", Access.ACT
+        "check",
+        asks(Inspectable.check_integrity),
+        *("POST", "/evicpress/check", Access.ACT),
+        text="Every invariant of the cache, looked at in one go",
+        answer=schemas.CHECKED,
     ),
-    Operation("tiers", asks(InspectableTiers.describe_tiers), "GET", "/evicpress/tiers", Access.OPEN),
+    Operation(
+        "evict",
+        asks(InspectableTree.evict_slots, given.NUM_SLOTS),
+        *("POST", "/evicpress/evict", Access.ACT),
+        text="Free slots of the GPU",
+        answer=schemas.EVICTED,
+    ),
+    Operation(
+        "tiers",
+        asks(InspectableTiers.describe_tiers),
+        *("GET", "/evicpress/tiers", Access.OPEN),
+        text="Per tier: use, also by form, fragmentation, load times, wear; queues, errors",
+        answer=schemas.TIERS,
+    ),
     Operation(
         "flush",
-        asks(InspectableTiers.flush_tier, ("tier", partial(checked.tier, accepted=(Tier.GPU, Tier.HOST, Tier.SSD)))),
+        asks(InspectableTiers.flush_tier, given.ANY_TIER),
         *("POST", "/evicpress/flush", Access.ACT),
         may_conflict=True,
         takes_query=True,
+        text="Forget the content of a tier",
+        answer=schemas.ON_TIER,
     ),
     Operation(
         "demote",
-        asks(
-            InspectableTiers.demote_node,
-            ("node_id", _INDEX),
-            ("tier", partial(checked.tier, accepted=(Tier.HOST, Tier.SSD))),
-            _HOLD,
-            codec=checked.codec,
-        ),
+        asks(InspectableTiers.demote_node, given.NODE_ID, given.LOWER_TIER, given.HOLD, named=(given.CODEC,)),
         *("POST", "/evicpress/nodes/{node_id}/demote", Access.ACT),
         may_conflict=True,
+        text="Begin to move a node to a lower tier",
+        answer=schemas.DEMOTED,
     ),
     Operation(
         "attach_ssd",
-        asks(
-            InspectableTiers.attach_ssd,
-            ("dir", checked.folder),
-            ("gb", checked.gigabytes),
-            ("write_gb_per_day", _write_limit),
-        ),
+        asks(InspectableTiers.attach_ssd, given.FOLDER, given.GIGABYTES, given.WRITE_LIMIT),
         *("POST", "/evicpress/tiers/ssd", Access.FOLDER),
         may_conflict=True,
+        text="Use a folder as the SSD tier",
+        answer=schemas.OBJECT,
     ),
     Operation(
         "detach_ssd",
         asks(InspectableTiers.detach_ssd),
         *("POST", "/evicpress/tiers/ssd/detach", Access.ACT),
         may_conflict=True,
+        text="Publish what is in flight to the SSD tier, and let go of its folder",
+        answer=schemas.OBJECT,
     ),
-    Operation("requests", _requests, "GET", "/evicpress/requests"),
-    *PROFILE_OPERATIONS,
     Operation(
-        "news",
-        asks(Inspectable.describe_news, ("since", _INDEX), ("limit", _AMOUNT), figures=checked.flag, requests=_INDEX),
+        "requests",
+        asks(
+            InspectableRequests.describe_requests,
+            given.RID,
+            named=(given.POSITIONS, given.OFFSET, given.AFTER_REQUEST, given.LIMIT_REQUESTS),
+            check=_check_requests,
+        ),
+        *("GET", "/evicpress/requests"),
+        text="Running and ended requests with a budget, and what they dropped",
+        answer=schemas.REQUESTS,
+        more_statuses=(404,),
     ),
+    *PROFILE_OPERATIONS,
+    Operation("news", asks(Inspectable.describe_news, *given.NEWS[:2], named=given.NEWS[2:])),
 )
 """Every operation by name; those with a path are served over HTTP."""
 

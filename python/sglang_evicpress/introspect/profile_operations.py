@@ -10,7 +10,9 @@ from typing import Protocol
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.error_text import short_repr
+from sglang_evicpress.introspect import schemas
 from sglang_evicpress.introspect.arguments import (
+    FIRST_ITEMS,
     PAGE_PROFILES,
     IntrospectionError,
     Json,
@@ -24,16 +26,18 @@ from sglang_evicpress.introspect.operation import (
     MAX_CONTEXT_BYTES,
     MAX_PROFILE_BYTES,
     Access,
+    Argument,
     Arguments,
     Operation,
     Question,
     asks,
 )
+from sglang_evicpress.introspect.parameters import CURSOR, limit
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.tiers.entry.identity import MAX_TOKEN
 
 MAX_LAYERS = 1024  # of any model
-_KEY = re.compile(r"[0-9a-fA-F]{32}")
+_HEX = re.compile(r"[0-9a-fA-F]{32}")
 
 
 class InspectableShadows(Protocol):
@@ -89,8 +93,6 @@ def _tokens(arguments: Arguments, name: str) -> array[int]:
 
 def _layer_tokens(arguments: Arguments, name: str) -> tuple[int, ...]:
     value = arguments.get(name)
-    if value is None:
-        return ()
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_LAYERS:
         raise refused(arguments, name, f"a list of 1 to {MAX_LAYERS} numbers of tokens, the lowest layer first")
     for tokens in value:
@@ -108,9 +110,9 @@ def _namespace(arguments: Arguments, name: str) -> str | None:
 
 def _key(arguments: Arguments, name: str) -> bytes:
     value = arguments.get(name)
-    if isinstance(value, str) and _KEY.fullmatch(value):
+    if isinstance(value, str) and _HEX.fullmatch(value):
         return bytes.fromhex(value)
-    raise IntrospectionError(400, f"context {short_repr(value)} is no hash: expected 32 hex digits")
+    raise refused(arguments, name, "the hash of a context, 32 hex digits")
 
 
 def _profile(arguments: Arguments, name: str) -> Profile:
@@ -140,46 +142,95 @@ def _operation(
     read: Callable[[Arguments], Question],
     method: str = "POST",
     path: str = "",
+    text: str = "",
+    answer: Json | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Operation:
     access = Access.READ if method == "GET" else Access.ACT
-    return Operation(name, read, method, path, access, may_conflict=True, max_body_bytes=max_body_bytes)
+    return Operation(
+        *(name, read, method, path, access),
+        may_conflict=True,
+        max_body_bytes=max_body_bytes,
+        text=text,
+        answer=schemas.OBJECT if answer is None else answer,
+        more_statuses=(507,) if name == "put_profile" else (),
+    )
 
 
-_SHADOW = ("shadow_id", partial(integer, least=0))
-_LIMIT = partial(integer, least=1)
+_HASH: Json = {"type": "string", "pattern": "^[0-9a-fA-F]{32}$"}
+_SHADOW = Argument("shadow_id", partial(integer, least=0), {"type": "integer", "minimum": 0}, "id of a shadow", True)
+_STORED_FORM = Argument("form", stored_form, {"type": "string"}, "form such as keydiff@0.5+int4", True)
+_LAYER_TOKENS = Argument(
+    "layer_tokens",
+    _layer_tokens,
+    {"type": "array", "items": {"type": "integer", "minimum": 1}},
+    "tokens that each layer keeps, the lowest first, whatever the form says of layers",
+)
+_KEY = Argument("key", _key, _HASH, "hash of a context", True)
 
 PROFILE_OPERATIONS = (
     _operation(
         "open_shadow",
-        asks(InspectableShadows.open_shadow, ("token_ids", _tokens), ("extra_key", _namespace), ("may_evict", flag)),
-        *("POST", "/evicpress/shadows", MAX_CONTEXT_BYTES),
+        asks(
+            InspectableShadows.open_shadow,
+            Argument("token_ids", _tokens, {"type": "array", "items": {"type": "integer", "minimum": 0}}, "ids", True),
+            Argument("extra_key", _namespace, {"type": ["string", "null"]}, "namespace of the context"),
+            Argument("may_evict", flag, {"type": "boolean", "default": False}, "makes room by evicting"),
+        ),
+        *("POST", "/evicpress/shadows", "Copy a context's exact KV, for evicpress profile", None, MAX_CONTEXT_BYTES),
     ),
     _operation(
         "make_shadow_form",
-        asks(InspectableShadows.make_shadow_form, _SHADOW, ("form", stored_form), layer_tokens=_layer_tokens),
-        *("POST", "/evicpress/shadows/{shadow_id}/forms"),
+        asks(InspectableShadows.make_shadow_form, _SHADOW, _STORED_FORM, named=(_LAYER_TOKENS,)),
+        *("POST", "/evicpress/shadows/{shadow_id}/forms", "Compress a further copy of it"),
     ),
     _operation(
         "drop_shadow_form",
-        asks(InspectableShadows.drop_shadow_form, _SHADOW, ("form", stored_form)),
-        *("POST", "/evicpress/shadows/{shadow_id}/drop"),
+        asks(InspectableShadows.drop_shadow_form, _SHADOW, _STORED_FORM),
+        *("POST", "/evicpress/shadows/{shadow_id}/drop", "Free that copy"),
     ),
     _operation(
         "close_shadow",
-        asks(InspectableShadows.close_shadow, _SHADOW, ("adopt", flag)),
-        *("POST", "/evicpress/shadows/{shadow_id}/close"),
+        asks(
+            InspectableShadows.close_shadow,
+            _SHADOW,
+            Argument("adopt", flag, {"type": "boolean", "default": False}, "users' lossy nodes take the exact copy"),
+        ),
+        *("POST", "/evicpress/shadows/{shadow_id}/close", "Free all of it"),
     ),
     _operation(
-        "profiles", asks(InspectableProfiles.list_profiles, after=_key, limit=_LIMIT), "GET", "/evicpress/profiles"
+        "profiles",
+        asks(
+            InspectableProfiles.list_profiles,
+            named=(
+                Argument("after", _key, _HASH, "only contexts whose hashes are above it", other_name=CURSOR),
+                limit("profiles", FIRST_ITEMS["profiles"]),
+            ),
+        ),
+        *("GET", "/evicpress/profiles"),
+        "Contexts measured, what the others are taken for, what online profiling did",
+        schemas.PROFILES,
     ),
-    _operation("profile", asks(InspectableProfiles.show_profile, ("key", _key)), "GET", "/evicpress/profiles/{key}"),
+    _operation(
+        "profile",
+        asks(InspectableProfiles.show_profile, _KEY),
+        *("GET", "/evicpress/profiles/{key}"),
+        "One context: count, mean, spread and lower bound of every form",
+        schemas.PROFILE,
+    ),
     _operation(
         "put_profile",
-        asks(InspectableProfiles.put_profile, ("profile", _profile), ("is_fresh", flag)),
-        *("POST", "/evicpress/profiles", MAX_PROFILE_BYTES),
+        asks(
+            InspectableProfiles.put_profile,
+            Argument("profile", _profile, {"type": "object"}, "profile, as evicpress profile writes it", True),
+            Argument("is_fresh", flag, {"type": "boolean", "default": False}, "replaces what was known"),
+        ),
+        *("POST", "/evicpress/profiles", "Go by a profile from now on", None, MAX_PROFILE_BYTES),
     ),
     _operation("profiling_job", asks(InspectableProfiles.next_profiling_job)),
-    _operation("note_observed", asks(InspectableProfiles.note_observed, ("key", _key), ("pairs", _pairs))),
-    _operation("note_failed", asks(InspectableProfiles.note_failed, ("key", _key))),
+    _operation(
+        "note_observed",
+        asks(InspectableProfiles.note_observed, _KEY, Argument("pairs", _pairs, {"type": "array"}, "qualities")),
+    ),
+    _operation("note_failed", asks(InspectableProfiles.note_failed, _KEY)),
 )

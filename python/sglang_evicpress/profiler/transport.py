@@ -42,7 +42,7 @@ def refusal(status: int, reason: str, where: str) -> EngineError:
     return kind(f"{where}: status {status}: {reason}")
 
 
-_TOTALS = ("/evicpress/stats", "/evicpress/tiers")  # for every user of the server
+_TOTALS = tuple(f"/evicpress/{path}" for path in ("stats", "tiers", "v1/stats", "v1/tiers"))  # for every user
 
 
 def is_server_url(url: str) -> bool:

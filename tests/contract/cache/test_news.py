@@ -52,19 +52,25 @@ def test_an_outline_is_read_in_pages(walked: Walk) -> None:
     assert parts == whole and len(whole) < PAGE_OUTLINE
 
 
-def test_an_outline_goes_on_over_nodes_that_go_and_come_meanwhile(walked: Walk) -> None:
-    whole = [row[0] for row in ask(walked, "outline")["nodes"]]
-    first = ask(walked, "outline", limit=3)
-    gone = [row[0] for row in first["nodes"]]
+@pytest.mark.parametrize("op", ["outline", "tree"])
+def test_a_listing_goes_on_over_nodes_that_go_and_come_meanwhile(walked: Walk, op: str) -> None:
+    """Whoever goes on by ``next`` sees no id twice, all that was there all the time, and what came after the first
+    page."""
+
+    def read(**arguments: object) -> tuple[list[int], int | None]:
+        page = ask(walked, op, **arguments)
+        return sorted(row[0] if op == "outline" else row["id"] for row in page["nodes"]), page["next"]
+
+    whole = set(walked.cache.nodes)
+    first, after = read(limit=3)
     walked.step(40)
-    rows, after = first["nodes"], first["next"]
+    seen = list(first)
     while after is not None:
-        page = ask(walked, "outline", after=after, limit=3)
-        rows, after = rows + page["nodes"], page["next"]
+        ids, after = read(cursor=after, limit=3)
+        seen += ids
     present = set(walked.cache.nodes)
-    seen = [row[0] for row in rows]
-    assert seen == sorted(set(seen)) and set(seen) - set(gone) == {one for one in present if one > gone[-1]}
-    assert max(seen) > max(whole), "new nodes are at the end"
+    assert seen == sorted(set(seen)) and set(seen) - set(first) == {one for one in present if one > first[-1]}
+    assert whole & present <= set(seen) and max(seen) > max(whole), "new nodes are at the end"
 
 
 def test_news_are_what_is_asked_for(walked: Walk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from tests.unit.introspect.fake_cache import FakeCache
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.introspect.call_times import CallTimes
-from sglang_evicpress.introspect.operation import MAX_BODY_BYTES, Operation
+from sglang_evicpress.introspect.operation import MAX_BODY_BYTES, Operation, stable_path
 from sglang_evicpress.introspect.operations import OPERATIONS, IntrospectionError, Json
 from sglang_evicpress.patches.http import routes
 from sglang_evicpress.patches.http import start as http_start
@@ -239,7 +239,7 @@ def test_an_operation_with_a_path_is_served_by_its_row_alone(monkeypatch: pytest
     monkeypatch.setitem(OPERATIONS, "fake", fake)
     client = client_of(FakeCache(), rules=ADMIN_RULES)
     assert client.get("/evicpress/fake/7").json() == {"seen": {"number": "7"}}
-    assert "GET /evicpress/fake/{number}" in reason_of(client.get("/evicpress/no"))
+    assert "GET /evicpress/v1/fake/{number}" in reason_of(client.get("/evicpress/no"))
 
 
 @pytest.mark.parametrize("op", ["profiling_job", "note_observed", "note_failed"])
@@ -284,10 +284,10 @@ def test_a_profile_that_cannot_be_saved_is_507(tmp_path: Path) -> None:
         ("POST", "/evicpress/nodes/1/demote?tier=host", b"", 400, ("'tier'", "JSON body")),
         ("POST", "/evicpress/nodes/2/demote", b'{"tier": "host"}', 409, ("node 2", "demoted", "locked")),
         ("POST", "/evicpress/tiers/ssd/detach", b"", 409, ("no SSD tier",)),
-        ("GET", "/evicpress/tiers/ssd", b"", 404, ("POST /evicpress/tiers/ssd",)),
-        ("GET", "/evicpress/forest", b"", 404, ("/evicpress/forest", "GET /evicpress/tree")),
-        ("POST", "/evicpress", b"", 404, ("GET /evicpress/tree",)),
-        ("GET", "/evicpress/check", b"", 404, ("GET /evicpress/check", "POST /evicpress/check")),
+        ("GET", "/evicpress/tiers/ssd", b"", 404, ("POST /evicpress/v1/tiers/ssd",)),
+        ("GET", "/evicpress/forest", b"", 404, ("/evicpress/forest", "GET /evicpress/v1/tree")),
+        ("POST", "/evicpress", b"", 404, ("GET /evicpress/v1/tree",)),
+        ("GET", "/evicpress/check", b"", 404, ("GET /evicpress/check", "POST /evicpress/v1/check")),
         ("DELETE", "/evicpress/nodes/1", b"", 404, ("DELETE /evicpress/nodes/1",)),
     ],
 )
@@ -402,10 +402,11 @@ def test_abandoned_question_frees_the_turn() -> None:
 
 @pytest.mark.parametrize("route", routes.routes(), ids=lambda route: f"{route.method} {route.path}")
 def test_sglang_sees_the_auth_level_of_every_route(client: TestClient, route: Any) -> None:
-    path = re.sub(r"{\w+}", "1", route.path)
-    scope = {"type": "http", "method": route.method, "path": path, "root_path": "", "headers": []}
-    expected = AuthLevel.NORMAL if route.name in OPEN else AuthLevel.ADMIN_OPTIONAL
-    assert _get_auth_level_from_app_and_scope(client.app, scope) is expected
+    for path in (route.path, stable_path(route.path)):
+        path = re.sub(r"{\w+}", "1", path)
+        scope = {"type": "http", "method": route.method, "path": path, "root_path": "", "headers": []}
+        expected = AuthLevel.NORMAL if route.name in OPEN else AuthLevel.ADMIN_OPTIONAL
+        assert _get_auth_level_from_app_and_scope(client.app, scope) is expected
 
 
 @pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")  # SGLang's own refusal
@@ -537,7 +538,7 @@ def test_the_positions_of_a_request_are_put_together_from_pages() -> None:
     class DroppingCache(FakeCache):
         """A row [2, 3] and a traced pass that left [4], given four values at a time."""
 
-        def describe_requests(self, rid: str | None, *, positions: bool, offset: int = 0, **_: Any) -> Json:
+        def describe_requests(self, rid: str | None, *, positions: bool = False, offset: int = 0, **_: Any) -> Json:
             end = min(offset + 4, 10)
             shown = {
                 "rid": rid, "positions_shape": [2, 3], "num_values": 10,

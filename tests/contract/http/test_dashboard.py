@@ -81,7 +81,7 @@ def test_the_page_has_no_figures_and_needs_no_admin_key_and_its_events_do() -> N
 
 def test_a_wrong_path_is_told_of_the_page() -> None:
     reason = reason_of(client_of(FakeCache()).get("/evicpress/forest"))
-    assert "GET /evicpress/, GET /evicpress/events, GET /evicpress/tree" in reason
+    assert "GET /evicpress/, GET /evicpress/v1/events, GET /evicpress/v1/tree" in reason
 
 
 # ---- events

@@ -95,6 +95,6 @@ class FakeCache:
         return {"dir": None}
 
     def describe_requests(
-        self, rid: str | None, *, positions: bool, offset: int = 0, after: int = 0, limit: int = 100
+        self, rid: str | None, *, positions: bool = False, offset: int = 0, after: int = 0, limit: int = 100
     ) -> Json:
         return {"rid": rid, "positions": positions, "offset": offset, "after": after, "limit": limit}

@@ -46,14 +46,6 @@ def test_no_more_nodes_than_are_allowed_are_retained(monkeypatch: pytest.MonkeyP
     assert len(held) == 2 and held.rate(2) == 0.0
 
 
-@pytest.mark.parametrize("value", [0, -1, 86_401, float("nan"), True, "60", [60]])
-def test_what_is_not_known_is_named_with_what_is_accepted(value: object) -> None:
-    params = {"kv_retention_seconds": value}
-    with pytest.raises(ValueError, match="^kv_retention_seconds is .*: expected seconds above 0, at most 86400$"):
-        check_retention(params)
-    assert retention_s(params) == 0.0
-
-
 @pytest.mark.parametrize("params", [None, {}, {"kv_retention_seconds": None}, 5])
 def test_nothing_is_asked_for_without_the_field(params: object) -> None:
     check_retention(params)

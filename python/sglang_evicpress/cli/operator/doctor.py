@@ -10,12 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from sglang_evicpress.cli.operator.finding import Finding
 from sglang_evicpress.cli.operator.self_test import self_test
-from sglang_evicpress.cli.operator.server import Server, make_parser, print_json
+from sglang_evicpress.cli.operator.server import Server, connected_parser
+from sglang_evicpress.cli.output import print_result
+from sglang_evicpress.cli.parser import Parser
 from sglang_evicpress.cli.replay.units import show_bytes
 from sglang_evicpress.config import check_ssd_folder
 from sglang_evicpress.tiers.host.memory import read_memory
@@ -35,21 +36,22 @@ Exit status: 0 all good, 1 something is wrong, 2 bad input.
 """
 
 
-def doctor(argv: Sequence[str]) -> int:
-    """Run ``evicpress doctor`` and give its exit status. Raises ValueError."""
-    parser = make_parser("doctor", "Say what is missing, and how to get it.", _EPILOG)
+def make_parser() -> Parser:
+    parser = connected_parser("doctor", "Say what is missing, and how to get it.", _EPILOG)
     parser.set_defaults(url=None)
     parser.add_argument("--ssd-dir", metavar="DIR", help="folder for --kv-ssd-dir, whose speed is measured")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Run ``evicpress doctor`` and give its exit status. Raises ValueError."""
+    args = make_parser().parse_args(argv)
     findings = [*versions(), *plugin(), *hook_points(), memory()]
     if args.ssd_dir is not None:
         findings.append(ssd(args.ssd_dir))
     if args.url is not None:
         findings += self_test(Server.of(args))
-    if args.json:
-        print_json([asdict(finding) for finding in findings])
-    else:
-        print("\n".join(line for finding in findings for line in finding.lines()))
+    print_result(args, findings, (line for finding in findings for line in finding.lines()))
     return int(any(finding.state == "FAILED" for finding in findings))
 
 

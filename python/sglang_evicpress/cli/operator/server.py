@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,17 +15,17 @@ DEFAULT_URL = "http://127.0.0.1:30000"
 
 Json = dict[str, Any]
 
+_EPILOG = """Exit status: 0 shown, 2 bad input or no server, 130 Ctrl-C.
+"""
 
-def make_parser(name: str, description: str, epilog: str | None = None) -> Parser:
+
+def connected_parser(name: str, description: str, epilog: str = _EPILOG) -> Parser:
     """Parser of ``evicpress NAME`` with the flags of the connection, and ``--json``."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = Parser(
-        prog=f"evicpress {name}", description=description, epilog=epilog, formatter_class=form, allow_abbrev=False
-    )
+    parser = Parser.of(name, description, epilog)
     parser.add_argument("--url", metavar="URL", default=DEFAULT_URL, help=f"of the server (default: {DEFAULT_URL})")
     parser.add_argument("--api-key", metavar="KEY", help=f"of the server; default: the variable {KEY_VARIABLE}")
     parser.add_argument("--admin-api-key", metavar="KEY", help=f"if it has one; default: {ADMIN_KEY_VARIABLE}")
-    parser.add_argument("--json", action="store_true", help="print what the server answers, as JSON")
+    parser.add_json()
     return parser
 
 
@@ -61,8 +60,3 @@ class Server:
             return self._transport.ask(method, f"/evicpress/{path}", body)
         except EngineError as error:
             raise ValueError(str(error)) from None
-
-
-def print_json(answer: object) -> None:
-    """An answer as indented JSON."""
-    print(json.dumps(answer, indent=2, ensure_ascii=False))

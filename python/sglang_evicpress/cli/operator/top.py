@@ -7,13 +7,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_evicpress.cli.operator.server import Json, Server, make_parser, print_json
-from sglang_evicpress.cli.parser import whole
+from sglang_evicpress.cli.operator.server import Json, Server, connected_parser
+from sglang_evicpress.cli.output import print_json_line
+from sglang_evicpress.cli.parser import Parser, whole
 from sglang_evicpress.cli.replay.units import show_bytes
 from sglang_evicpress.tables import aligned, number, share
 
 _CLEAR = "\x1b[H\x1b[2J"
 NUM_DECISIONS = 8
+_EPILOG = """With --json every look is one line. Exit status: 0 with --once, 2 bad input or no server, 130 Ctrl-C.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +29,23 @@ class Sample:
     journal: Json
 
 
-def top(argv: Sequence[str]) -> int:
-    """Run ``evicpress top`` and give its exit status. Raises ValueError."""
-    parser = make_parser("top", "Show what a server does now: pool and tiers, hits, quality, the last decisions.")
+def make_parser() -> Parser:
+    parser = connected_parser(
+        "top", "Show what a server does now: pool and tiers, hits, quality, the last decisions.", _EPILOG
+    )
     parser.add_value("--interval", whole(1, 3600), "SECONDS", "between two looks", "2")
     parser.add_argument("--once", action="store_true", help="look once, and end")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def top(argv: Sequence[str]) -> int:
+    """Run ``evicpress top`` and give its exit status. Raises ValueError."""
+    args = make_parser().parse_values(argv)
     server, before = Server.of(args), None
     while True:
         sample = look(server, before)
         if args.json:
-            print_json({"stats": sample.stats, "tiers": sample.tiers, "journal": sample.journal})
+            print_json_line({"stats": sample.stats, "tiers": sample.tiers, "journal": sample.journal})
         else:
             text = "\n".join(lines(sample, before))
             print(f"{_CLEAR}{text}" if sys.stdout.isatty() and not args.once else text, flush=True)

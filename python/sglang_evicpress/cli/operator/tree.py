@@ -1,4 +1,4 @@
-"""``evicpress tree``: the radix tree of a server in a terminal; ``evicpress explain``: the options of a node."""
+"""``evicpress tree``: the radix tree of a server in a terminal."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_evicpress.cli.operator.server import Json, Server, make_parser, print_json
-from sglang_evicpress.cli.parser import naming, whole
-from sglang_evicpress.cli.replay.units import show_bytes
+from sglang_evicpress.cli.operator.server import Json, Server, connected_parser
+from sglang_evicpress.cli.output import print_result
+from sglang_evicpress.cli.parser import Parser, whole
 from sglang_evicpress.tables import aligned
 
 PAGE_NODES = 500
@@ -23,17 +23,18 @@ class Shown:
     least_tokens: int
 
 
-def tree(argv: Sequence[str]) -> int:
-    """Run ``evicpress tree`` and give its exit status. Raises ValueError."""
-    parser = make_parser("tree", "Show the radix tree of a server: every node with its tokens, tier and form.")
+def make_parser() -> Parser:
+    parser = connected_parser("tree", "Show the radix tree of a server: every node with its tokens, tier and form.")
     parser.add_value("--depth", whole(1), "N", "levels below the root that are shown (default: all)")
     parser.add_value("--least-tokens", whole(0), "N", "leave out smaller nodes, counted in one line", "0")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def tree(argv: Sequence[str]) -> int:
+    """Run ``evicpress tree`` and give its exit status. Raises ValueError."""
+    args = make_parser().parse_values(argv)
     nodes = list(all_nodes(Server.of(args)))
-    if args.json:
-        print_json(nodes)
-        return 0
-    print("\n".join(lines(nodes, Shown(args.depth or 0, args.least_tokens))))
+    print_result(args, nodes, lines(nodes, Shown(args.depth or 0, args.least_tokens)))
     return 0
 
 
@@ -94,42 +95,3 @@ def _row(node: Json, indent: str) -> tuple[str, ...]:
 def _left_out(nodes: Sequence[Json], indent: str) -> tuple[str, ...]:
     num_tokens = str(sum(node["num_tokens"] for node in nodes))
     return (f"{indent}└ {len(nodes)} more", num_tokens, *[""] * (len(_HEAD) - 2))
-
-
-def explain(argv: Sequence[str]) -> int:
-    """Run ``evicpress explain`` and give its exit status. Raises ValueError."""
-    parser = make_parser("explain", "Show what may become of a node: every option with its bytes, quality and utility.")
-    parser.add_argument("node", metavar="NODE", help="its id, as `evicpress tree` shows it")
-    args = parser.parse_args(argv)
-    with naming("NODE"):
-        node_id = whole(0)(args.node)
-    answer = Server.of(args).get(f"explain/{node_id}")
-    if args.json:
-        print_json(answer)
-    else:
-        print("\n".join(options(answer)))
-    return 0
-
-
-def options(answer: Json) -> list[str]:
-    """The options of a node as lines of text."""
-    rows = [("option", "bytes", "quality", "delay", "utility", "lost per MB freed", "")]
-    for option in answer["options"]:
-        loss = option["drop_per_byte"]
-        rows.append(
-            (
-                option["option"],
-                show_bytes(option["num_bytes"]),
-                f"{option['q']:.3f}",
-                f"{1e3 * option['d']:.2f} ms",
-                f"{option['U']:.4g}",
-                "" if loss is None else f"{1e6 * loss:.3g}",
-                option["role"],
-            )
-        )
-    head = (
-        f"node {answer['node_id']}: {answer['num_tokens']} tokens behind {answer['depth_tokens']}, "
-        f"{answer['weight']:.3g} uses/s, alpha {answer['alpha']:g}"
-    )
-    chosen = f"next: {answer['next']}" if answer.get("next") else "nothing is next"
-    return [head, f"{chosen}; {answer['why']}", "", *aligned(rows)]

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import get_args
 from urllib.parse import urlsplit
 
+from sglang_evicpress.cli.output import print_json
 from sglang_evicpress.cli.parser import INTERRUPTED, Parser, naming, say, whole
 from sglang_evicpress.cli.profile.chat import ChatEndpoint
 from sglang_evicpress.cli.profile.connection import ADMIN_KEY_VARIABLE, KEY_VARIABLE, connect
 from sglang_evicpress.cli.profile.offline import Run, read_server
 from sglang_evicpress.cli.profile.question_cache import kept_questions, make_folder
 from sglang_evicpress.cli.profile.questions import PART_CHARS, ask_questions, extract_questions, question_prompt
-from sglang_evicpress.cli.profile.report import records, table
-from sglang_evicpress.cli.profile.show import show
+from sglang_evicpress.cli.profile.report import record, records, table
 from sglang_evicpress.core import Form
 from sglang_evicpress.files import check_output, write_whole
 from sglang_evicpress.profiler.contexts import GivenQuestion, read_contexts
@@ -70,9 +70,7 @@ example:
 def profile(argv: Sequence[str]) -> int:
     """Run what stands behind ``evicpress profile`` and give its exit status. Raises ValueError for bad input, and when
     there is no server or store to work with."""
-    if argv[:1] == ["show"]:
-        return show(argv[1:])
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_values(argv)
     try:
         run = _prepare(args)
     except EngineError as error:
@@ -86,7 +84,9 @@ def profile(argv: Sequence[str]) -> int:
             why = "interrupted"
         except Unreachable as error:
             why = str(error)
-    if run.outcomes:
+    if args.json:
+        print_json([record(outcome) for outcome in run.outcomes])
+    elif run.outcomes:
         print(table(run.outcomes, run.forms), flush=True)
     num_done, num_all = sum(outcome.profile is not None for outcome in run.outcomes), len(run.contexts)
     if why:
@@ -101,13 +101,9 @@ def profile(argv: Sequence[str]) -> int:
     return 1 if has_failed or not num_done else 0
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="evicpress profile",
-        description="Measure how good the answers about contexts stay in each form, at a running server.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def make_parser() -> Parser:
+    parser = Parser.of(
+        "profile", "Measure how good the answers about contexts stay in each form, at a running server.", _EPILOG
     )
     add, add_value = parser.add_argument, parser.add_value
     add("--url", required=True, metavar="URL", help="of the server, such as http://127.0.0.1:30000")
@@ -127,6 +123,7 @@ def _parser() -> Parser:
     add("--api-key", metavar="KEY", help=f"of the server; default: the environment variable {KEY_VARIABLE}")
     add("--admin-api-key", metavar="KEY", help=f"where it has one too; default: the variable {ADMIN_KEY_VARIABLE}")
     add("--no-progress", action="store_true", help="no progress bar; there is none either where stderr is no terminal")
+    parser.add_json()
     return parser
 
 

@@ -38,15 +38,14 @@ def table(outcomes: Sequence[Outcome], forms: Sequence[Form]) -> str:
 
 def records(outcomes: Iterable[Outcome]) -> bytes:
     """Lines of JSON."""
-    lines = []
-    for outcome in outcomes:
-        record: dict[str, object] = {"id": outcome.id}
-        if outcome.profile is None:
-            record |= {"error": outcome.error, "is_skipped": outcome.is_skipped}
-        else:
-            record |= {"profile": outcome.profile.to_json(), "was_there": outcome.was_there}
-        lines.append(orjson.dumps(record) + b"\n")
-    return b"".join(lines)
+    return b"".join(orjson.dumps(record(outcome)) + b"\n" for outcome in outcomes)
+
+
+def record(outcome: Outcome) -> dict[str, object]:
+    """JSON object of one context."""
+    if outcome.profile is None:
+        return {"id": outcome.id, "error": outcome.error, "is_skipped": outcome.is_skipped}
+    return {"id": outcome.id, "profile": outcome.profile.to_json(), "was_there": outcome.was_there}
 
 
 def shortened(name: str) -> str:

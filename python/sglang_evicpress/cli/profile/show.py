@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
 
+from sglang_evicpress.cli.output import print_result
 from sglang_evicpress.cli.parser import Parser
 from sglang_evicpress.cli.profile.connection import ADMIN_KEY_VARIABLE, KEY_VARIABLE, connect
 from sglang_evicpress.cli.profile.offline import PROFILES, profile_of
@@ -20,6 +21,8 @@ from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.tables import aligned
 
 _NUM_NAMED = 5
+_EPILOG = """Exit status: 0 shown, 2 bad input, no such context or no server.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +37,21 @@ class Listed:
     measured_s: float
 
 
-def show(argv: Sequence[str]) -> int:
-    """Run ``evicpress profile show`` and give its exit status. Raises ValueError."""
-    parser = Parser(
-        prog="evicpress profile show",
-        description="List the profiles of a server, or plot the quality of one context's forms.",
-        allow_abbrev=False,
+def make_parser() -> Parser:
+    parser = Parser.of(
+        "profile show", "List the profiles of a server, or plot the quality of one context's forms.", _EPILOG
     )
     parser.add_argument("key", metavar="HASH", nargs="?", help="of a context; its first digits are enough")
     parser.add_argument("--url", metavar="URL", required=True, help="of a server, such as http://127.0.0.1:30000")
     parser.add_argument("--api-key", metavar="KEY", help=f"of the server; default: the variable {KEY_VARIABLE}")
     parser.add_argument("--admin-api-key", metavar="KEY", help=f"if it has one; default: {ADMIN_KEY_VARIABLE}")
-    args = parser.parse_args(argv)
+    parser.add_json()
+    return parser
+
+
+def show(argv: Sequence[str]) -> int:
+    """Run ``evicpress profile show`` and give its exit status. Raises ValueError."""
+    args = make_parser().parse_args(argv)
     try:
         transport = connect(args.url, args.api_key, args.admin_api_key)
         answer = transport.ask("GET", PROFILES)
@@ -54,12 +60,13 @@ def show(argv: Sequence[str]) -> int:
         except ValidationError as error:
             raise EngineError(f"GET {PROFILES} answered {answer!r:.200}: {error.errors()[0]['msg']}") from None
         if args.key is None:
-            print("\n".join(_table(listed, str(answer.get("identity")))))
+            print_result(args, answer, _table(listed, str(answer.get("identity"))))
             return 0
         profile, bounds = _read(transport, _find(args.key, [each.key for each in listed]))
     except EngineError as error:
         raise ValueError(str(error)) from None
-    print("\n".join([*about(profile), "", *plot(profile), "", *_figures(profile, bounds)]))
+    document = {**profile.to_json(), "lower_bounds": {str(form): bound for form, bound in bounds.items()}}
+    print_result(args, document, [*about(profile), "", *plot(profile), "", *_figures(profile, bounds)])
     return 0
 
 

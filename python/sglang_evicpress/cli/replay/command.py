@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 from sglang_evicpress.benchmark.interrupts import raising_interrupts, uninterrupted
+from sglang_evicpress.cli.output import print_json
 from sglang_evicpress.cli.parser import interrupted_status, naming, say
 from sglang_evicpress.cli.pictures import check_picture
 from sglang_evicpress.cli.replay.flags import alphas_of, make_parser
@@ -52,16 +53,19 @@ def _replay(args: argparse.Namespace, argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         files = {name: stack.enter_context(WholeFile(path)) for name, path in outputs.items() if name != "plot"}
         about = header(args, settings, trace, working_set_tokens, command)
-        print("\n".join(f"{name:<12}{text}" for name, text in about.items()), end="\n\n", flush=True)
+        if not args.json:
+            print("\n".join(f"{name:<12}{text}" for name, text in about.items()), end="\n\n", flush=True)
         results: list[Result] = []
         interrupt = _run_all(args, trace, settings, results, files.get("requests"))
-        if results:
+        shared = settings_record(args, settings, trace, working_set_tokens, command)
+        if args.json:
+            print_json({"settings": shared, "runs": [result.record() for result in results]})
+        elif results:
             print(table(results, queued=settings.machine.num_servers != NO_QUEUE), flush=True)
         if interrupt is not None:
             say(f"interrupted{'; no file was written' if outputs else ''}")
             return interrupted_status(interrupt)
         if "jsonl" in files:
-            shared = settings_record(args, settings, trace, working_set_tokens, command)
             for result in results:
                 files["jsonl"].write(
                     {**result.record(), "lru_over_this": lru_over(result, results), "settings": shared}

@@ -53,13 +53,7 @@ class Servers:
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="evicpress replay",
-        description="Replay a trace under one or more policies on simulated tiers.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser.of("replay", "Replay a trace under one or more policies on simulated tiers.", _EPILOG)
     add, add_value = parser.add_argument, parser.add_value
     add("trace", metavar="TRACE", help="what to replay")
     named = "separated by commas; default %(default)s; a wrong one prints all"
@@ -109,6 +103,7 @@ def make_parser() -> Parser:
     add("--requests", metavar="FILE", help="write one object for each request of each run")
     add("--plot", metavar="FILE", help="draw a .png or .svg; needs sglang-evicpress[plot]")
     add("--no-progress", action="store_true", help="no progress bar; there is none either where stderr is no terminal")
+    parser.add_json()
     return parser
 
 

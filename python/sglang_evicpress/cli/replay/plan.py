@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from sglang_evicpress.benchmark.interrupts import raising_interrupts
-from sglang_evicpress.cli.operator.server import print_json
+from sglang_evicpress.cli.output import print_result
 from sglang_evicpress.cli.parser import Parser, naming
 from sglang_evicpress.cli.replay.flags import make_parser as replay_parser
 from sglang_evicpress.cli.replay.report import Result
@@ -28,25 +28,22 @@ MOST_SETTINGS = 64
 _EPILOG = """SIZES: several of 1% of the trace's working set, 30GB, 500ktok, separated by commas; all are combined.
 Every other flag of `evicpress replay` but --policy and --alpha is taken too: --slot-bytes, --prefill, ...
 
+Exit status: 0 done, 2 bad input, 130 Ctrl-C, 143 SIGTERM.
+
 example:
   evicpress plan conversation_trace.jsonl --gpu 40GB --host 0,100GB,200GB --ssd 0,2TB --slot-bytes 131072
 """
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="evicpress plan",
-        description="Replay a trace on tiers of several sizes under evicpress at a quality target: choose among them.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    about = "Replay a trace on tiers of several sizes under evicpress at a quality target: choose among them."
+    parser = Parser.of("plan", about, _EPILOG)
     parser.add_argument("trace", metavar="TRACE", help="what to replay, as for `evicpress replay`")
     for tier in TIERS:
         text = "sizes of the cache there; default %(default)s"
         parser.add_argument(f"--{tier}", metavar="SIZES", default=DEFAULT_SIZES[tier], help=text)
     parser.add_argument("--quality", metavar="Q", default=str(DEFAULT_QUALITY), help="target; default %(default)s")
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
+    parser.add_json()
     return parser
 
 
@@ -61,10 +58,8 @@ def plan(argv: Sequence[str]) -> int:
         raise ValueError(f"{len(settings)} combinations of sizes are given: expected at most {MOST_SETTINGS}")
     with raising_interrupts():
         results = list(_replay_all(args, rest, settings))
-    if args.json:
-        print_json([{**dict(zip(TIERS, sizes, strict=True)), **result.record()} for sizes, result in results])
-    else:
-        print("\n".join(aligned(list(_rows(results)))))
+    document = [{**dict(zip(TIERS, sizes, strict=True)), **result.record()} for sizes, result in results]
+    print_result(args, document, aligned(list(_rows(results))))
     return 0
 
 

@@ -10,11 +10,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import get_args
 
+from sglang_evicpress.cli.output import print_json
 from sglang_evicpress.cli.parser import INTERRUPTED, Parser, naming, say, whole
 from sglang_evicpress.cli.pictures import check_picture
 from sglang_evicpress.cli.profile.connection import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 from sglang_evicpress.cli.search.plot import draw
-from sglang_evicpress.cli.search.report import FOUND, Compared, gain, layers, table
+from sglang_evicpress.cli.search.report import FOUND, MAX_TARGET, Compared, Report
 from sglang_evicpress.cli.search.sources import Scored, Source, source_of
 from sglang_evicpress.core import PRESSES
 from sglang_evicpress.files import check_output
@@ -24,11 +25,10 @@ from sglang_evicpress.profiler.local.objective import OBJECTIVES, SINKS, TaskSco
 from sglang_evicpress.profiler.prompts import PromptKind, Template
 from sglang_evicpress.profiler.scorers import Scorer
 from sglang_evicpress.progress import Progress
-from sglang_evicpress.search.budget_file import BudgetFile, read_budget_file, write_budget_file
+from sglang_evicpress.search.budget_file import BudgetFile, write_budget_file
 from sglang_evicpress.search.evolution import SearchSettings, Step, check_optimizer, found, num_steps, search
-from sglang_evicpress.search.layer_budgets import Budgets, expanded, pyramid, round_counts, uniform
+from sglang_evicpress.search.layer_budgets import Budgets, pyramid, round_counts, uniform
 
-MAX_TARGET = 10_000_000
 MAX_NEW_TOKENS = 100_000
 MAX_BATCH = 1024
 
@@ -56,9 +56,7 @@ example:
 
 def search_budgets(argv: Sequence[str]) -> int:
     """Run what stands behind ``evicpress search`` and give its exit status. Raises ValueError for bad input."""
-    if argv[:1] == ["expand"]:
-        return _expand(argv[1:])
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_values(argv)
     settings = _settings(args)
     contexts, held_out = _read(args)
     source = source_of(args)
@@ -85,10 +83,10 @@ def search_budgets(argv: Sequence[str]) -> int:
         }
         if (rounded := round_counts(budgets, args.max_layer_counts)) != budgets:
             rivals[f"{FOUND}, {args.max_layer_counts} counts"] = rounded
-        score = _report(f"{args.objective.name}, questions of the search", rivals, objective)
+        reports = [_report(args, "questions of the search", rivals, objective)]
         if others:
             held = source.objective(others, is_shown=is_shown)
-            _report(f"{args.objective.name}, held-out questions", rivals, held)
+            reports.append(_report(args, "held-out questions", rivals, held))
     except (KeyboardInterrupt, EngineError) as error:
         why = str(error) if isinstance(error, EngineError) else "interrupted"
         say(f"{why}; the same command goes on: {journal} has what was scored, {args.out} was not written")
@@ -97,27 +95,24 @@ def search_budgets(argv: Sequence[str]) -> int:
         "model": source.name,
         "press": args.press,
         "objective": args.objective.name,
-        "score": round(score, 6),
+        "score": round(reports[0].compared[FOUND].mean, 6),
         "questions": sum(len(context.questions) for context in contexts),
         "candidates": len(steps),
         "group_size": settings.group_size,
         "seed": settings.seed,
     }
     write_budget_file(args.out, BudgetFile.of(budgets, settings.target, note))
+    if args.json:
+        print_json({"file": args.out, "note": note, "reports": [report.record() for report in reports]})
     if args.plot:
         title = f"{source.name}, {args.press}, {settings.target} tokens a layer on average"
         draw(rivals, steps, args.plot, title, args.objective.name)
     return 0
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="evicpress search",
-        description="Search how many tokens each layer should keep, with a local model or at a running server.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def make_parser() -> Parser:
+    what = "Search how many tokens each layer should keep, with a local model or at a running server."
+    parser = Parser.of("search", what, _EPILOG)
     add, add_value = parser.add_argument, parser.add_value
     add("--model", metavar="DIR", help="folder of a model of transformers")
     add("--url", metavar="URL", help="of a running server instead, such as http://127.0.0.1:30000")
@@ -149,6 +144,7 @@ def _parser() -> Parser:
     add("--admin-api-key", metavar="KEY", help=f"where it has one too; default: the variable {ADMIN_KEY_VARIABLE}")
     add("--device", metavar="NAME", default="cpu", help="of torch, such as cuda; default %(default)s")
     add("--no-progress", action="store_true", help="no progress bar; there is none either where stderr is no terminal")
+    parser.add_json()
     return parser
 
 
@@ -207,31 +203,13 @@ def _identity(args: argparse.Namespace, source: Source) -> dict[str, object]:
     }
 
 
-def _report(heading: str, rivals: Mapping[str, Budgets], objective: Scored) -> float:
-    """Print how the budgets of ``rivals`` compare, and give the score of what was found."""
+def _report(args: argparse.Namespace, which: str, rivals: Mapping[str, Budgets], objective: Scored) -> Report:
     compared = {name: Compared(budgets, objective.by_question(budgets)) for name, budgets in rivals.items()}
-    scores = compared[FOUND].scores
-    print(f"{heading}: {sum(map(len, scores))} about {len(scores)} contexts")
-    print("\n".join(table(compared, objective.exact)))
-    rival, mean, low, high = gain(compared)
-    interval = "too few contexts for an interval" if math.isinf(low) else f"95 % {low:+.4f} to {high:+.4f}"
-    print(f"{FOUND} - {rival}: {mean:+.4f} ({interval})\n", flush=True)
-    return compared[FOUND].mean
-
-
-def _expand(argv: Sequence[str]) -> int:
-    """``evicpress search expand``: tokens by layer at another target."""
-    parser = Parser(
-        prog="evicpress search expand",
-        description="Show what a file of budgets keeps in each layer at another target, in tokens.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("file", metavar="FILE", help="what evicpress search wrote")
-    parser.add_value("--target", whole(1, MAX_TARGET), "N", "tokens that a layer keeps on average", required=True)
-    args = parser.parse_args(argv)
-    budgets = expanded(read_budget_file(args.file).shares, args.target)
-    print(layers(budgets))
-    return 0
+    num_questions = sum(map(len, compared[FOUND].scores))
+    report = Report(f"{args.objective.name}, {which}", num_questions, compared, objective.exact)
+    if not args.json:
+        print("\n".join(report.lines()), flush=True)
+    return report
 
 
 def _positive(text: str) -> float:

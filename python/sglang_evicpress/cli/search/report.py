@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_evicpress.search.intervals import paired_interval
@@ -11,6 +12,7 @@ from sglang_evicpress.tables import aligned
 
 RIVALS = ("uniform", "pyramid")
 FOUND = "found"
+MAX_TARGET = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,33 @@ def gain(compared: Mapping[str, Compared]) -> tuple[str, float, float, float]:
     """The better of ``RIVALS`` by its mean, and the gain of ``FOUND`` over it with its 95 % interval."""
     rival = max(RIVALS, key=lambda name: compared[name].mean)
     return rival, *paired_interval(compared[FOUND].scores, compared[rival].scores)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Budgets compared on the questions of ``heading``; ``exact`` as for ``table``."""
+
+    heading: str
+    num_questions: int
+    compared: Mapping[str, Compared]
+    exact: float | None
+
+    def lines(self) -> Iterator[str]:
+        rival, mean, low, high = gain(self.compared)
+        num_contexts = len(self.compared[FOUND].scores)
+        interval = "too few contexts for an interval" if math.isinf(low) else f"95 % {low:+.4f} to {high:+.4f}"
+        yield f"{self.heading}: {self.num_questions} about {num_contexts} contexts"
+        yield from table(self.compared, self.exact)
+        yield f"{FOUND} - {rival}: {mean:+.4f} ({interval})\n"
+
+    def record(self) -> dict[str, object]:
+        """JSON object of it; the ends of the interval are null where there are too few contexts."""
+        rival, mean, low, high = gain(self.compared)
+        budgets = {
+            name: {"score": each.mean, "tokens_by_layer": list(each.budgets)} for name, each in self.compared.items()
+        }
+        found = {"over": rival, "mean": mean, "low": low, "high": high}
+        return {"questions": self.heading, "budgets": budgets, "exact": self.exact, "gain": found}
 
 
 def layers(budgets: Budgets) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_evicpress.cli.operator.tree import Shown, all_nodes, lines, options
+from sglang_evicpress.cli.operator.explain import options
+from sglang_evicpress.cli.operator.tree import Shown, all_nodes, lines
 
 ALL = Shown(depth=0, least_tokens=0)
 
