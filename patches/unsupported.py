@@ -183,6 +183,7 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
         raise UnsupportedError(f"--kv-host-gb {config.host_gb:g} {reason}")
     if reason is not None and config.ssd_dir is not None:
         raise UnsupportedError(f"--kv-ssd-dir {config.ssd_dir} {reason}")
+    _check_shared_tiers(server_args, config)
     _check_uneven(server_args, config)
     _check_decode(config, server_args.page_size)
     if SCORES[config.decode.score].needs_queries and server_args.tp_size > 1:
@@ -203,6 +204,28 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
                 f"--kv-decode-score {config.decode.score} cannot be combined with --cuda-graph-backend-prefill full: a "
                 "full graph hides the queries that it goes by, so choose another score or graph backend"
             )
+
+
+def _check_shared_tiers(server_args: Any, config: EvicPressConfig) -> None:
+    """Refuse what tiers of several ranks cannot be combined with."""
+    reason = shared_tiers_reason(server_args)
+    if reason is None:
+        return
+    if config.ssd_dir is not None and config.host_gb == AUTO:
+        raise UnsupportedError(f"--kv-host-gb of --kv-ssd-dir {config.ssd_dir} {reason}")
+    if config.host_gb in (AUTO, 0):
+        return
+    shared = f"--kv-host-gb {config.host_gb:g} with --tp-size {server_args.tp_size} cannot be combined with"
+    if config.decode.budget > 0:
+        raise UnsupportedError(
+            f"{shared} --kv-decode-budget {config.decode.budget}: that ranks agree then has not been shown yet, so "
+            "leave out one of the two"
+        )
+    if config.ssd_dir is not None and (server_args.enable_lora or server_args.lora_paths):
+        raise UnsupportedError(
+            f"--kv-ssd-dir {config.ssd_dir} with --tp-size {server_args.tp_size} cannot be combined with LoRA: ranks "
+            "hold other parts of an adapter and would not agree on its name, so leave out one of the two"
+        )
 
 
 def _check_uneven(server_args: Any, config: EvicPressConfig) -> None:
@@ -226,17 +249,23 @@ def _check_uneven(server_args: Any, config: EvicPressConfig) -> None:
 def no_tiers_reason(server_args: Any) -> str | None:
     """Whatever keeps KV on the GPU alone, with the way out, as it goes on behind the flag that asked for a tier; None
     where there may be tiers. Before SGLang has resolved its defaults, by what the user gave."""
-    if server_args.tp_size > 1:
-        return (
-            f"cannot be combined with --tp-size {server_args.tp_size}: ranks do not agree yet on when copies arrive, "
-            "so leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1"
-        )
     if _has_full_prefill_graph(server_args):
         return (
             "cannot be combined with --cuda-graph-backend-prefill full: a full graph does not wait for the layers that "
             "are loaded back, so choose another graph backend, or leave out --kv-host-gb and --kv-ssd-dir"
         )
     return None
+
+
+def shared_tiers_reason(server_args: Any) -> str | None:
+    """Why the size of host memory has to be given in a number, as it goes on behind the flag; None where it need
+    not."""
+    if server_args.tp_size == 1:
+        return None
+    return (
+        f"cannot be auto with --tp-size {server_args.tp_size}: give --kv-host-gb the GB that each rank takes, or use "
+        "--tp-size 1"
+    )
 
 
 def _has_full_prefill_graph(server_args: Any) -> bool:

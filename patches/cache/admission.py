@@ -3,7 +3,6 @@ one whose missing prefix another computes, and one whose load has no room yet.""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -79,7 +78,7 @@ class Admission:
     """Chooses who is passed over. ``has_room``: so many slots are free or can be; ``is_freeing_host``: host memory
     will become free of itself; ``available_size``: slots that are
     free; ``is_in_order``: SGLang takes the queue as it is; ``most_new_tokens`` that it keeps room for; ``note_adapter``
-    is told of the adapter of every request."""
+    is told of the adapter of every request; ``now_s`` is the time by which all ranks decide."""
 
     tree: LockedTree
     prefetches: KnownPrefetches
@@ -93,6 +92,7 @@ class Admission:
     available_size: Callable[[], int]
     is_in_order: Callable[[HookedScheduler], bool]
     counts: Counter[str]
+    now_s: Callable[[], float]
     _: KW_ONLY
     has_host: bool
     page_size: int
@@ -170,13 +170,13 @@ class Admission:
         if self.prefetches.by_request:
             num_new = len(req.origin_input_ids) - REQUEST_KV.prefix_len(req)
             took_s = self.terms.costs.prefill.marginal_seconds(max(0, num_new), REQUEST_KV.prefix_len(req))
-            self.computing[id(req)] = req, time.perf_counter() + COMPUTING_S + COMPUTING_TIMES * took_s
+            self.computing[id(req)] = req, self.now_s() + COMPUTING_S + COMPUTING_TIMES * took_s
 
     def is_being_computed(self, req: QueuedRequest) -> bool:
         """True if another request computes now what this one misses: it is in the tree when that is over."""
         if not self.computing:
             return False
-        now = time.perf_counter()
+        now = self.now_s()
         for key, (other, until_s) in list(self.computing.items()):
             if now > until_s or other.finished() or other.is_retracted:
                 del self.computing[key]
@@ -225,7 +225,7 @@ class Admission:
         has_room = self.has_room(needed)
         self.tree.dec_lock_ref(last)
         prefetch = self.prefetches.by_request.get(id(req))
-        is_patient = prefetch is None or prefetch.turn_s is None or time.perf_counter() < prefetch.turn_s + DEFER_S
+        is_patient = prefetch is None or prefetch.turn_s is None or self.now_s() < prefetch.turn_s + DEFER_S
         if has_room or not is_patient:
             return False
         scheduler = self.tree.scheduler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,7 @@ from sglang_evicpress.patches.decode_budget.types import RunningBatch
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tiers.types import Slots
 from sglang_evicpress.patches.tree.node import census_of, holes_of, iter_nodes, num_slots, size_of, slots_of, start_of
+from sglang_evicpress.patches.tree.ranks import Ranks
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
@@ -105,12 +107,42 @@ class Integrity:
     aside: Iterable[int]
     tiers: CheckedTiers
     shadow_nodes: Callable[[], Iterable[Node]]
+    ranks: Ranks
+    digest_of_journal: Callable[[], bytes]
 
     def check_integrity(self) -> dict[str, object]:
-        """Every invariant that can be seen between two steps; lists each one that is broken."""
+        """Every invariant that can be seen between two steps, on every rank; lists each one that is broken."""
         self.policy.finish()
         found = list(self._violations())
+        if not self.ranks.is_alone:
+            found = self._of_all_ranks(found)
         return {"ok": not found, "violations": found[:MAX_VIOLATIONS], "num_nodes": len(self.tree.nodes)}
+
+    def _of_all_ranks(self, found: list[str]) -> list[str]:
+        """What was found on any rank, and what ranks have decided differently."""
+        told = self.ranks.gathered((found, self._decided()))
+        broken = [f"rank {rank}: {each}" for rank, (theirs, _) in enumerate(told) for each in theirs]
+        for rank, (_, decided) in enumerate(told):
+            broken += [f"rank {rank} has other {name} than rank 0" for name, digest in decided.items()
+                       if digest != told[0][1][name]]  # fmt: skip
+        return broken
+
+    def _decided(self) -> dict[str, bytes]:
+        """Digests of what all ranks must have alike."""
+        nodes = [
+            (
+                (node.id, len(node.key), str(node.kv.form), int(tier_of(node)), node.lock_ref, node.kv.num_hits),
+                [(int(tier), str(copy.form), copy.begin, copy.num_slots) for tier, copy in node.kv.copies.items()],
+                [] if node.kv.layout is None else node.kv.layout.logical.tolist(),
+            )
+            for node in iter_nodes(self.tree.root_node)
+        ]
+        slots = [slots_of(node).tolist() for node in iter_nodes(self.tree.root_node)]
+        free = RELEASE.free_pages(self.tree.token_to_kv_pool_allocator).tolist()
+        told = {"nodes": nodes, "slots": [slots, free]}
+        return {"journal": self.digest_of_journal()} | {
+            name: hashlib.sha256(repr(each).encode()).digest() for name, each in told.items()
+        }
 
     def _violations(self) -> Iterator[str]:
         allocator = self.tree.token_to_kv_pool_allocator

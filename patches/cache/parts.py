@@ -20,6 +20,7 @@ from sglang_evicpress.patches.cache.quality_control import QualityControl
 from sglang_evicpress.patches.cache.recomputation import Recomputation
 from sglang_evicpress.patches.cache.served_hits import ServedHits
 from sglang_evicpress.patches.cache.served_kv import note_served_kv
+from sglang_evicpress.patches.cache.slot_checks import SlotChecks
 from sglang_evicpress.patches.cache.tier_parts import TierParts
 from sglang_evicpress.patches.cache.tree_parts import TreeParts
 from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
@@ -183,6 +184,7 @@ class Parts:
             allocator.available_size,
             is_first_come_first_served,
             tree.storage.counts,
+            tree.storage.now_s,
             has_host=tree.storage.has_host,
             page_size=page_size,
             most_new_tokens=CLIP_MAX_NEW_TOKENS,
@@ -206,6 +208,13 @@ class Parts:
             num_slots_needed=lambda: tiers.prefetches.num_slots_needed,
             mark_dirty=tree.background_clock.mark_dirty,
             slot_bytes=slot_bytes,
+        )
+        self.slot_checks = SlotChecks(
+            config.slot_checks,
+            0,
+            (*compressor.k_buffers, *compressor.v_buffers),
+            tree.storage,
+            tiers.removal.drop,
         )
         self.rounds = TierRounds(
             tree.storage,
@@ -263,6 +272,7 @@ class Parts:
             tiers.backup,
             self.rounds,
             self.ssd_attachment.close,
+            self._part,
             costs=lambda: tree.terms.costs,
             join_loads=tiers.loads.join_all,
             release_shadows=self.shadows.release_shadows,
@@ -275,6 +285,11 @@ class Parts:
         self._num_put_off = self._num_put_off + 1 if delays_token else 0
         if self._num_put_off % MOST_PUT_OFF == 0:
             self.round_begun()
+
+    def _part(self) -> None:
+        """The server ends: where there are several ranks, this one goes on alone, and plans nothing more."""
+        self.rounds.is_ending = not self.tree.ranks.is_alone
+        self.tree.ranks.part()
 
     def _connect(self) -> None:
         """Let each part know of what the others signal."""
@@ -297,6 +312,7 @@ class Parts:
             tree.queued_hits.forget,
             tree.quality.forget,
             tree.queries.drop,
+            self.slot_checks.forget,
         )
         changes.flushed.subscribe(
             tree.aside.clear,
@@ -305,6 +321,7 @@ class Parts:
             tree.queries.clear,
             tree.queued_hits.clear,
             tree.quality.clear,
+            self.slot_checks.clear,
         )
         terms.advanced.subscribe(self.moves.retry_failed, tree.quality.refresh_default)
         terms.advanced.subscribe(self.quality_control.follow_clock)

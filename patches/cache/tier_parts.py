@@ -54,7 +54,6 @@ class TierParts:
             tree.ledger,
             tree.quality.quality_of_copy,
             tree.changes.changed,
-            outside.tell_stored,
             tree.menu.stored_bytes,
             slot_bytes,
         )
@@ -107,7 +106,7 @@ class TierParts:
             outside.tree.dec_lock_ref,
             allocator.size,
         )
-        self.prefetches = Prefetches(self.reservations)
+        self.prefetches = Prefetches(self.reservations, tree.storage.now_s)
         self.load_back = LoadBack(
             tree.storage,
             allocator,
@@ -163,9 +162,8 @@ class TierParts:
             self.gpu_ops.window_of,
             tree.queries.drop,
             self.backup.backup_parent,
-            outside.tell_stored,
         )
-        self.holds = Holds(nodes)
+        self.holds = Holds(nodes, tree.storage.now_s)
         self.checks = HostChecks(tree.storage, self.removal.invalidate_entry)
         self.load_terms = LoadTerms(lambda: tree.terms.costs, self.ssd_io, lambda: self.prefetches.num_ready)
         self.grafting = Grafting(

@@ -23,6 +23,7 @@ from sglang_evicpress.patches.tree.changes import NodeChanges
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node_queries import NodeQueries
 from sglang_evicpress.patches.tree.quality_floors import QualityFloors
+from sglang_evicpress.patches.tree.ranks import Ranks
 from sglang_evicpress.patches.tree.set_aside import SetAside
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
 from sglang_evicpress.patches.tree.types import Node
@@ -48,7 +49,8 @@ class TreeParts:
         self.num_failed = Counter[str]()
         self.changes = NodeChanges()
         self.queries = NodeQueries(self.changes.changed)
-        self.background_clock = BackgroundClock()
+        self.ranks = Ranks(compressor.group)
+        self.background_clock = BackgroundClock(is_shared=not self.ranks.is_alone)
         self.eviction_log = EvictionLog()
         self.ledger = SlotLedger(partial(free_whole_pages, allocator))
         self.aside = SetAside(nodes, self.changes.changed)
@@ -62,7 +64,7 @@ class TreeParts:
                 )
         forms = tuple(form for form in config.menu_forms if form.codec in ratios or form not in config.forms)
         make_copier = partial(compressor.payload_copier, dict.fromkeys(form.codec for form in forms))
-        self.storage = Storage.open(config, make_copier, identity, is_cuda=compressor.is_cuda)
+        self.storage = Storage.open(config, make_copier, identity, self.ranks, is_cuda=compressor.is_cuda)
         self.menu = Menu(forms, self.storage.tiers, slot_bytes, page_size, ratios, compressor.groups)
         self.queue = QueueTimes(config.max_queue_s)
         self.terms = PolicyTerms(config, nodes, has_host=self.storage.has_host)

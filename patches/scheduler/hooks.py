@@ -2,7 +2,8 @@
 
 Ranks must decide alike, so they share one clock and one cost model of prefill times: rank 0 puts a ``Stamp`` before
 whatever it has received, SGLang sends it on to the other ranks with that, and every rank takes it in between the same
-two steps. Nothing is added when nothing was received, and never a collective.
+two steps. Nothing is added when nothing was received, unless threads work for the tiers of several ranks, and never a
+collective.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_evicpress.patches.compat.release import RELEASE, REQUEST_KV
+from sglang_evicpress.patches.tiers.agreement import Agreement, News
 from sglang_evicpress.patches.tree.types import Batch, QueuedRequest, Request, Scheduler
 from sglang_evicpress.policy.cost_model import CostSnapshot
 
@@ -34,11 +36,13 @@ RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerR
 @dataclass(frozen=True, slots=True)
 class Stamp:
     """Rank 0's monotonic clock when it received something, and what it had seen until then: costs, and how many
-    requests a second of computing delays."""
+    requests a second of computing delays. ``news``: what the threads of its tiers have done, None where no other rank
+    has to know."""
 
     now_s: float
     costs: CostSnapshot
     congestion: float
+    news: News | None = None
 
 
 class QueueOrder(Protocol):
@@ -96,6 +100,8 @@ class HookedRounds(Protocol):
     def has_tiers(self) -> bool: ...
     @property
     def has_work(self) -> bool: ...
+    @property
+    def has_jobs(self) -> bool: ...
     def tick(self, *, is_idle: bool, delays_token: bool) -> None: ...
     def wait(self, seconds: float) -> None: ...
 
@@ -179,7 +185,8 @@ class HookedGuests(Protocol):
 class HookedCache:
     """The parts of the cache that the scheduler tells something. ``advance`` takes a stamp: its time, its costs and how
     many requests a second of computing delays. ``begin_round`` does some of what is to be done at many nodes, unless
-    that would delay a token. ``metrics`` None: nobody reads any."""
+    that would delay a token. ``metrics`` None: nobody reads any; ``agreement`` None: there is no other rank, or there
+    are no tiers."""
 
     advance: Callable[[float, CostSnapshot, float], None]
     begin_round: BeginRound
@@ -195,6 +202,13 @@ class HookedCache:
     background: HookedGuests
     first_tokens: HookedFirstTokens
     metrics: HookedMetrics | None
+    agreement: Agreement | None = None
+
+    def has_news(self) -> bool:
+        """True if other ranks wait for what this one tells them, though it has received nothing."""
+        if self.agreement is None:
+            return False
+        return self.rounds.has_jobs or self.prefetches.num_waiting > 0 or self.agreement.is_due
 
 
 class MemoryReq(Protocol):
@@ -220,8 +234,12 @@ def attach(cache: HookedCache) -> None:
 
 def _after_pull_raw_reqs(received: list[object] | None, receiver: object) -> None:
     """AFTER ``_pull_raw_reqs``: a list only on the rank that receives."""
-    if received and _cache is not None:
-        received.insert(0, Stamp(time.monotonic(), _cache.prefill_times.costs, _cache.prefetches.congestion.value))
+    cache = _cache
+    if received is None or cache is None or not (received or cache.has_news()):
+        return
+    agreement = cache.agreement
+    news = None if agreement is None else agreement.news()
+    received.insert(0, Stamp(time.monotonic(), cache.prefill_times.costs, cache.prefetches.congestion.value, news))
 
 
 def _after_init_request_dispatcher(_: None, scheduler: HookedScheduler) -> None:
@@ -230,6 +248,8 @@ def _after_init_request_dispatcher(_: None, scheduler: HookedScheduler) -> None:
 
 def _take_stamp(stamp: Stamp) -> None:
     if _cache is not None:
+        if _cache.agreement is not None and stamp.news is not None:
+            _cache.agreement.take(stamp.news)
         _cache.advance(stamp.now_s, stamp.costs, stamp.congestion)
 
 

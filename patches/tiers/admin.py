@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -49,7 +48,7 @@ class TierAdmin:
         if tier == Tier.GPU:
             self.release_shadows()
         self.removal.flush_tier_copies(tier)
-        self.rounds.settle(lambda: False, time.monotonic() + MOVE_WAIT_S)
+        self.rounds.settle(lambda: False, MOVE_WAIT_S)
         return {"tier": tier.label, **self.describe_tiers()}
 
     def demote_node(
@@ -64,8 +63,8 @@ class TierAdmin:
             moved_node = self.nodes.get(node_id)
             return moved_node is None or (tier_of(moved_node) >= tier and moved_node.kv.form == form)
 
-        deadline_s = time.monotonic() + MOVE_WAIT_S
-        while not is_there() and time.monotonic() < deadline_s:
+        deadline_s = self.storage.now_s() + MOVE_WAIT_S
+        while not is_there() and self.storage.now_s() < deadline_s:
             if node.lock_ref > 0:  # a request that waits keeps it where it is
                 raise NodeBusy(node_id)
             if node.kv.job is None and not node.kv.is_leaving:
@@ -78,7 +77,7 @@ class TierAdmin:
                 self.execute([Decision(node_id, source, option, num_bytes, node.kv.weight)])
             if not is_there() and not self.rounds.has_jobs:
                 break  # there is no room, or nothing may be written now
-            self.rounds.settle(is_there, time.monotonic() + MOVE_WAIT_S)
+            self.rounds.settle(is_there, MOVE_WAIT_S)
         moved_node = self.nodes.get(node_id)
         if moved_node is None:
             raise ValueError(f"node {node_id} was dropped on its way: see GET /evicpress/tiers for errors")

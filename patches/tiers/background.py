@@ -181,9 +181,9 @@ class BackgroundDemotion:
 
     def _keep_ssd_room(self) -> None:
         self.ssd.drop_fragments()
-        store = None if self.storage.ssd is None else self.storage.ssd.store
-        if store is not None and store.used_bytes > (1 - SSD_LOW_SHARE) * store.capacity_bytes:
-            self.ssd.make_ssd_room(int(SSD_HIGH_SHARE * store.capacity_bytes))
+        ssd = self.storage.ssd
+        if ssd is not None and ssd.used_bytes > (1 - SSD_LOW_SHARE) * ssd.store.capacity_bytes:
+            self.ssd.make_ssd_room(int(SSD_HIGH_SHARE * ssd.store.capacity_bytes))
 
     def _free_on_host(self) -> int:
         taken = self.plans.held_bytes(Tier.HOST) + self.room.copying_bytes + self._prepared_bytes()

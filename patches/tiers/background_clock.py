@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 
 PLAN_SHARE = 1 / 20  # of the time, for plans in the background
+SHARED_PAUSE_S = 0.05  # between plans of several ranks, which must not go by what one of them takes
 MOST_DEFERRED_S = 0.05  # by which a plan that is due waits for a first token
 
 
 class BackgroundClock:
-    """``is_dirty``: something has changed that may call for room. ``busy_s``: when a request last ran or waited, by
-    ``time.monotonic``."""
+    """``is_dirty``: something has changed that may call for room. ``busy_s``: when a request last ran or waited."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shared: bool = False) -> None:
+        self._is_shared = is_shared
         self.is_dirty = False
         self.busy_s = 0.0
         self._next_plan_s = 0.0
@@ -41,4 +42,5 @@ class BackgroundClock:
         """Plans were made since ``begin_s``: the next ones wait until they take ``PLAN_SHARE`` of the time, unless
         somebody waits for more room since."""
         if not self._is_urgent:
-            self._next_plan_s = begin_s + (time.monotonic() - begin_s) / PLAN_SHARE
+            pause_s = SHARED_PAUSE_S if self._is_shared else (time.monotonic() - begin_s) / PLAN_SHARE
+            self._next_plan_s = begin_s + pause_s

@@ -171,8 +171,7 @@ class BackupJob(Job):
         owner.placement.add_copy(node, self._copy_of(node))
         if copier.is_in_place(self.form.codec):
             self.execute()
-            self.is_finished = True
-            self.finish()
+            owner.storage.hand_over("copy", self)
         else:
             owner.storage.submit("copy", self)
 
@@ -189,11 +188,12 @@ class BackupJob(Job):
             )
         header = self.entry.header
         self.entry.header = replace(header, extents=extents)
-        self.entry.checked_s = time.perf_counter()
 
     def finish(self) -> None:
         owner = self.owner
         owner.room.end_copy(self.num_bytes)
+        if self.error is None:
+            self.entry.checked_s = owner.storage.now_s()
         if self.entry.arrival is self:
             self._arrive()
             return

@@ -16,7 +16,7 @@ from sglang_evicpress.patches.tree.types import Node, Request
 from sglang_evicpress.policy.load_or_recompute import Piece
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy
-from sglang_evicpress.tiers.entry.header import BadEntry
+from sglang_evicpress.tiers.entry.header import BadEntry, Header
 from sglang_evicpress.tiers.entry.identity import PathHash, lookup_key_of, namespace_digest, token_bytes
 from sglang_evicpress.tiers.entry.payload import layout_of
 from sglang_evicpress.tiers.ssd.index import Ref
@@ -59,7 +59,7 @@ class Grafting:
         if ssd is None or begin in prefetch.looked_at or len(key) - begin < self.page_size:
             return
         prefetch.looked_at.add(begin)
-        if not ssd.store.num_entries:
+        if not ssd.has_former:
             return
         scope = self.names.ssd_scope(key.extra_key)
         if scope is None:
@@ -71,9 +71,11 @@ class Grafting:
         hashed.update(tokens[:begin])
         refs = ssd.store.find(lookup_key_of(hashed.key, tokens[begin : begin + self.page_size]))
         refs = [ref for ref in refs if not ssd.is_held(ref)]
-        if not refs:
-            return
-        num_tokens = min(max(ref.num_tokens for ref in refs), len(key) - begin)
+        num_tokens = len(key) - begin
+        if self.storage.ranks.is_alone:  # else others may have found some
+            if not refs:
+                return
+            num_tokens = min(max(ref.num_tokens for ref in refs), num_tokens)
         pieces = [Piece(num_tokens, begin, Tier.SSD, num_tokens * self.slot_bytes)]
         if self.terms.num_worth(prefetch, pieces) == 0:
             return
@@ -87,8 +89,6 @@ class Grafting:
         if ssd is None or job.found is None or job.error is not None or job.ssd is not ssd:
             return
         ref, header = job.found
-        if ssd.is_held(ref) or ref not in ssd.store:
-            return
         key, vocab_size = tree.key_of_waiting(req), tree.vocab_size
         ahead = key.token_ids[: len(key)][header.start :][: len(job.tokens) // 4]
         if first_outside(ahead, vocab_size) is not None or token_bytes(ahead) != job.tokens:
@@ -104,20 +104,36 @@ class Grafting:
         is_new = key_found.child_key(self.page_size) not in parent.children
         if not is_new or not parent.kv.is_text or first_outside(tokens, vocab_size) is not None:
             return
-        layout = None
-        if job.survivors is not None:
-            numbers = torch.frombuffer(bytearray(job.survivors), dtype=torch.uint8)
-            try:
-                layout = layout_of(numbers, header.shape, header.num_slots, header.layer_slots, self.group_of)
-            except BadEntry as error:
-                self.storage.errors[f"ssd_{error.reason}"] += 1
-                return
-            if _repeats(path, layout):
-                return
+        layout = self._survivors(job, header)
+        is_whole = (layout is None) == (job.survivors is None) and (layout is None or not _repeats(path, layout))
+        is_usable = is_whole and not ssd.is_held(ref) and ref in ssd.store
+        if not self.storage.ranks.is_alone:
+            is_usable, layout = self._agreed(is_usable, layout, header)
+        if not is_usable:
+            return
         entry = ssd.hold(ref, header)
         copy = Copy(Tier.SSD, header.form, entry, 0, header.num_slots, layout, header.is_lossy_prefix, None)
         tree.add_absent_leaf(parent, key_found, copy)
         self.storage.counts["found_again"] += 1
+
+    def _survivors(self, job: Lookup, header: Header) -> SurvivorLayout | None:
+        """What a lossy entry has kept; None also where that cannot be read, which is counted."""
+        if job.survivors is None:
+            return None
+        numbers = torch.frombuffer(bytearray(job.survivors), dtype=torch.uint8)
+        try:
+            return layout_of(numbers, header.shape, header.num_slots, header.layer_slots, self.group_of)
+        except BadEntry as error:
+            self.storage.errors[f"ssd_{error.reason}"] += 1
+            return None
+
+    def _agreed(
+        self, is_usable: bool, layout: SurvivorLayout | None, header: Header
+    ) -> tuple[bool, SurvivorLayout | None]:
+        """Whether every rank can use its entry, and the layout shown where all ranks show theirs."""
+        shown = torch.zeros(header.num_slots, dtype=torch.int64) if layout is None else layout.logical
+        highest = self.storage.ranks.highest(torch.cat([torch.tensor([not is_usable]), shown]))
+        return not highest[0], layout if layout is None else layout.shown_at(highest[1:])
 
 
 def _repeats(path: list[Node], layout: SurvivorLayout) -> bool:

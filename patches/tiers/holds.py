@@ -3,20 +3,20 @@ is over. Pressure still moves a held node down, or drops it."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 
 class Holds:
     """``nodes``: ids of those that there are."""
 
-    def __init__(self, nodes: Collection[int]) -> None:
+    def __init__(self, nodes: Collection[int], now_s: Callable[[], float]) -> None:
         self._nodes = nodes
-        self._until_s: dict[int, float] = {}  # by node id, ``time.monotonic``
+        self._now_s = now_s
+        self._until_s: dict[int, float] = {}  # by node id
 
     def hold(self, node_id: int, seconds: float) -> None:
         """Keep idle promotion from a node for so long; 0 ends a hold."""
-        self._until_s[node_id] = time.monotonic() + seconds
+        self._until_s[node_id] = self._now_s() + seconds
 
     def end(self, node_ids: Iterable[int]) -> None:
         """These nodes are used."""
@@ -26,7 +26,7 @@ class Holds:
 
     def left_s(self, node_id: int) -> float:
         """Seconds until idle promotion may promote a node; 0 without a hold."""
-        return max(0.0, self._until_s.get(node_id, 0.0) - time.monotonic())
+        return max(0.0, self._until_s.get(node_id, 0.0) - self._now_s())
 
     def split(self, upper_id: int, lower_id: int) -> None:
         """The upper part of a node that was split is held as long as the lower."""
@@ -35,6 +35,6 @@ class Holds:
 
     def node_ids(self) -> frozenset[int]:
         """Nodes that are held now."""
-        now = time.monotonic()
+        now = self._now_s()
         self._until_s = {each: until for each, until in self._until_s.items() if until > now and each in self._nodes}
         return frozenset(self._until_s)

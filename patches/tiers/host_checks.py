@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,9 +15,9 @@ VERIFIED_S = 10.0
 To verify one takes a millisecond of a thread of its own, and makes nobody late who waits for a turn."""
 
 
-def is_verified(entry: HostEntry, seconds: float = VERIFIED_S) -> bool:
+def is_verified(entry: HostEntry, now_s: float, seconds: float = VERIFIED_S) -> bool:
     """True if the entry was good so shortly before."""
-    return entry.checked_s >= time.perf_counter() - seconds
+    return entry.checked_s >= now_s - seconds
 
 
 @dataclass(eq=False, repr=False)
@@ -57,6 +56,8 @@ class Check(Job):
         owner, entry = self.owner, self.entry
         entry.check = None
         entry.check_seconds = self.seconds
-        if self.error is not None:
+        if self.error is None:
+            entry.checked_s = owner.storage.now_s()
+        else:
             owner.invalidate_entry(entry, Tier.HOST, self.error)
         owner.storage.host.unpin(entry)

@@ -4,10 +4,11 @@ the smaller one is for the SSD."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.tiers.ssd_io import LEAST_HELD_SHARE
@@ -187,7 +188,7 @@ class Compression(Job):
     def run(self) -> None:
         owner, copy, offset = self.owner, self.copy, 0
         host, copier, source = owner.storage.host, owner.storage.copier, copy.entry
-        if source.checked_s < time.perf_counter() - RECENT_S:
+        if source.checked_s < owner.storage.now_s() - RECENT_S:
             host.check(source)  # the new checksums must not bless damaged bytes
         extents, positions, is_kept = [], [], self.form.pressed == copy.form.pressed
         with copier.stream(self.after) as stream:
@@ -225,7 +226,14 @@ class Compression(Job):
         if self.layout is not None:
             extents.append(copier.write_layout(self.layout, host.arena, self.entry.runs, offset))
         self.entry.header = replace(self.entry.header, extents=tuple(extents))
-        self.entry.checked_s = time.perf_counter()
+
+    def values_to_agree(self) -> torch.Tensor | None:
+        """Where survivors are shown: ranks, which have other heads, must split the node at the same slot."""
+        return None if self.layout is None or self.layout is self.copy.layout else self.layout.logical
+
+    def take_agreed(self, values: torch.Tensor) -> None:
+        if self.layout is not None:
+            self.layout = self.layout.shown_at(values)
 
     def finish(self) -> None:
         owner, copy = self.owner, self.copy
@@ -261,6 +269,7 @@ class Compression(Job):
     def _made(self, node: Node) -> Copy:
         """The smaller copy, on the host."""
         copy = self.copy
+        self.entry.checked_s = self.owner.storage.now_s()
         is_kept = self.form.pressed == copy.form.pressed
         origin = node.id if copy.origin is None and not is_kept else copy.origin
         num_slots = self.kept.num_slots

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -60,7 +59,7 @@ class IdleCompression:
 
     def advance(self) -> None:
         """Go on with what is being compressed; when that is done, look for more."""
-        now_s = time.monotonic()
+        now_s = self.storage.now_s()
         is_due = now_s >= self._next_look_s and self.storage.num_pending_jobs == 0
         is_free = is_due and not self.compression.is_busy and self.ssd.may_write
         if is_free and not self._look():

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -57,7 +56,7 @@ class IdlePromotion:
 
     def advance(self) -> None:
         """Go on with what is being promoted; when that is done, look for more."""
-        now = time.monotonic()
+        now = self.storage.now_s()
         if not self.promotion.is_busy and now >= self._next_look_s and self.storage.num_pending_jobs == 0:
             self._is_looking = not self._look()
             if not self._is_looking:

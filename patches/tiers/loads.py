@@ -125,8 +125,10 @@ class Loads:
     def end_all(self) -> None:
         """Before the tree goes: nothing writes any more into slots that will be others'."""
         deadline_s = time.monotonic() + END_S
-        for load in [*self._loads, *self._unseen]:
-            if load.await_end(deadline_s):
+        loads = [*self._loads, *self._unseen]
+        are_late = self.storage.ranks.any_of([not load.await_end(deadline_s) for load in loads])
+        for load, is_late in zip(loads, are_late, strict=True):
+            if not is_late:
                 load.finish()
             elif load in self._unseen:
                 del self._unseen[load]

@@ -34,15 +34,13 @@ SMALL_SHARE = 1 / 4  # of an SSD entry
 @dataclass(eq=False, repr=False)
 class Placement:
     """Table of copies. ``lower_copies_of``: by node id, what lower tiers have of it. ``on_changed`` is told
-    every node whose copies change, ``tell_stored`` every node that comes back to the GPU. ``stored_bytes``: what a form
-    takes below the GPU, by its raw bytes."""
+    every node whose copies change. ``stored_bytes``: what a form takes below the GPU, by its raw bytes."""
 
     storage: Tiers
     names: Names
     ledger: Slots
     quality_of_copy: Callable[[Node, Copy], float]
     on_changed: Listener
-    tell_stored: Listener
     stored_bytes: Callable[[Form, float], int]
     slot_bytes: int
 
@@ -136,7 +134,6 @@ class Placement:
         node.value = value
         self.ledger.add(len(slots), is_locked=node.lock_ref > 0)
         self.note_resident(node)
-        self.tell_stored(node)
         self.on_changed(node)
         return value
 
@@ -172,11 +169,13 @@ class Placement:
                 for piece in (left, right):
                     if piece.layout is not None:
                         piece.layout.pack()
-        for tier, copy in list(lower.kv.copies.items()):
-            layout = copy.layout
-            if layout is None or is_same_layout(layout, lower.kv.layout):
-                continue
-            if layout.has_any(start_of(upper), start_of(lower)):
+        pressed = [tier for tier, copy in lower.kv.copies.items() if copy.layout is not None]
+        begin, end = start_of(upper), start_of(lower)
+        have_some = self.storage.ranks.any_of(
+            [_is_other_with_any(lower.kv.copies[tier].layout, lower.kv.layout, begin, end) for tier in pressed]
+        )
+        for tier, has_some in zip(pressed, have_some, strict=True):
+            if has_some:
                 self.remove_copy(lower, tier)
 
     def header_of(self, node: Node, extents: tuple[Extent, ...] = ()) -> Header:
@@ -278,6 +277,11 @@ def exact_tier_of(node: Node) -> Tier | None:
 
 def _describe(kv: NodeKV, copy: Copy) -> None:
     kv.form, kv.layout, kv.is_lossy_prefix, kv.origin = copy.form, copy.layout, copy.is_lossy_prefix, copy.origin
+
+
+def _is_other_with_any(layout: SurvivorLayout | None, present: SurvivorLayout | None, begin: int, end: int) -> bool:
+    """True if a layout is not the present one, and has survivors of positions [begin, end)."""
+    return layout is not None and not is_same_layout(layout, present) and layout.has_any(begin, end)
 
 
 def is_same_layout(left: SurvivorLayout, right: SurvivorLayout | None) -> bool:

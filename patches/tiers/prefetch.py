@@ -9,7 +9,6 @@ many others computing would hold up.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -95,7 +94,7 @@ class Prefetcher:
         prefetch = self.prefetches.by_request.get(id(req))
         if prefetch is None:
             return False
-        now = time.perf_counter()
+        now = self.storage.now_s()
         if prefetch.turn_s is None and not has_turn:
             return prefetch.is_waiting or not prefetch.looked_s
         if prefetch.turn_s is None:
@@ -113,7 +112,7 @@ class Prefetcher:
 
     def advance(self) -> None:
         """Go on with the requests at the head of the queue, the first first."""
-        now = time.perf_counter()
+        now = self.storage.now_s()
         num_ready = 0
         for num_ahead, prefetch in enumerate(self.prefetches.head()):
             if prefetch.jobs or now - prefetch.looked_s >= RELOOK_S:
@@ -127,7 +126,7 @@ class Prefetcher:
         if prefetch is None:
             return 0
         count = num_resident
-        while count < len(steps) and _is_on_host(steps[count][0], 2 * VERIFIED_S):
+        while count < len(steps) and _is_on_host(steps[count][0], self.storage.now_s(), 2 * VERIFIED_S):
             count += 1
         return self.terms.num_worth(prefetch, self.terms.pieces(steps[num_resident:count]))
 
@@ -136,7 +135,7 @@ class Prefetcher:
         if prefetch.has_unfinished_jobs:
             return
         lookups = [job for job in prefetch.jobs if isinstance(job, Lookup)]
-        prefetch.jobs, prefetch.short_of, prefetch.looked_s = [], None, time.perf_counter()
+        prefetch.jobs, prefetch.short_of, prefetch.looked_s = [], None, self.storage.now_s()
         for job in lookups:
             self.grafting.graft(prefetch.req, job)
         key = self.tree.key_of_waiting(prefetch.req)
@@ -170,7 +169,7 @@ class Prefetcher:
             job = self._read_for(prefetch, node.kv.copies[Tier.SSD].entry)
             if job is None:
                 return False
-        elif not is_verified(copy.entry):
+        elif not is_verified(copy.entry, self.storage.now_s()):
             job = self.start_check(copy.entry)
         if job is not None:
             prefetch.jobs.append(job)
@@ -202,7 +201,7 @@ class Prefetcher:
     def _explore(self, unwanted: list[Node]) -> None:
         """Now and then read an SSD entry that is taken to come too late, with nobody waiting for it: a disk that was
         slow once would otherwise never be seen to be fast again."""
-        now = time.perf_counter()
+        now = self.storage.now_s()
         for node in unwanted:
             copy = node.kv.copies.get(Tier.SSD)
             if now - self.ssd.seen_s < EXPLORE_S or node.id not in self.nodes:
@@ -211,10 +210,10 @@ class Prefetcher:
                 self.ssd.note_seen(now)
 
 
-def _is_on_host(node: Node, seconds: float) -> bool:
+def _is_on_host(node: Node, now_s: float, seconds: float) -> bool:
     """True if the host has the node in an entry that was good so shortly before."""
     copy = node.kv.copies.get(Tier.HOST)
-    return copy is not None and is_verified(copy.entry, seconds)
+    return copy is not None and is_verified(copy.entry, now_s, seconds)
 
 
 def _copies(steps: Steps) -> Iterator[tuple[Copy, int]]:

@@ -3,8 +3,7 @@ serves first come, first served."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -81,8 +80,9 @@ class Prefetches:
     """``by_request``: by ``id()`` of the request. ``num_ready``: requests at the head of the queue for which nothing is
     on its way; ``congestion``: how many requests a second of computing delays."""
 
-    def __init__(self, reservations: Held) -> None:
+    def __init__(self, reservations: Held, now_s: Callable[[], float]) -> None:
         self._reservations = reservations
+        self._now_s = now_s
         self.by_request: dict[int, Prefetch] = {}
         self.congestion = Congestion()
         self.num_ready = 0
@@ -113,7 +113,7 @@ class Prefetches:
         prefetch = self.by_request.get(id(req))
         if prefetch is None or prefetch.turn_s is None or not prefetch.has_unfinished_jobs:
             return False
-        return time.perf_counter() <= prefetch.turn_s + prefetch.max_wait_s
+        return self._now_s() <= prefetch.turn_s + prefetch.max_wait_s
 
     def keep_only(self, waiting: Collection[Request]) -> None:
         """Forget the prefetches of requests that do not wait any more."""

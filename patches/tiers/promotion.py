@@ -3,7 +3,6 @@ up. A load has its slots to itself until it is over."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ FREE_SHARE = 1 / 8
 class Promotion:
     """Carries promotions out. ``start_unseen`` begins a load that no request waits for, ``start_check`` verifies a host
     entry; ``place`` and ``replace`` give slots to a node that is below, or lossy on the GPU; ``hold_left_s``: seconds
-    until a node may be promoted; ``busy_s``: when a request last ran or waited (``time.monotonic``)."""
+    until a node may be promoted; ``busy_s``: when a request last ran or waited ."""
 
     nodes: Mapping[int, Node]
     storage: Tiers
@@ -86,12 +85,12 @@ class Promotion:
             if node.value is not None and not below.is_exact:
                 return False  # it was promoted as it is
             load_s = self.costs().load_seconds(Tier.SSD, below.entry.header.payload_bytes)
-            if self.ssd.reads or time.monotonic() - self.busy_s() < load_s:
+            if self.ssd.reads or self.storage.now_s() - self.busy_s() < load_s:
                 return True  # a request that comes now would have to wait for it: none came for as long as it takes
             read = self.ssd.start_read(below.entry)
             below.entry.tried = read is None
             return read is not None
-        if not is_verified(copy.entry):
+        if not is_verified(copy.entry, self.storage.now_s()):
             self.start_check(copy.entry)
             return True
         self._start_load(node, copy)

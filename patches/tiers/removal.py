@@ -22,7 +22,6 @@ class Leaves(Protocol):
         """Another one after a flush."""
 
     def delete(self, node: Node, /) -> None: ...
-    def tell_removed(self, node: Node, /) -> None: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -51,8 +50,6 @@ class Removal:
         try:
             self.placement.remove_copies(node)
             if node.value is not None:
-                if not node.kv.is_shadow:  # users' nodes of the same tokens would be taken for gone
-                    self.leaves.tell_removed(node)
                 self.ledger.free(slots_of(node))
         except Exception:
             if node.value is not None or node.kv.copies:
@@ -85,7 +82,7 @@ class Removal:
         if not is_resident:
             placement.show(node)
             self.changes.changed(node)
-        if former is not None and not is_same_layout(former, node.kv.layout):
+        if former is not None and self.storage.ranks.any_of([not is_same_layout(former, node.kv.layout)])[0]:
             self.drop_overlaps(node)
         self.storage.counts["released"] += 1
         return freed
@@ -98,7 +95,6 @@ class Removal:
         self.placement.note_left_gpu(node)
         self.placement.show(node)
         self.ledger.remove(freed)
-        self.leaves.tell_removed(node)
         self.changes.changed(node)
         self.changes.left_gpu(node)
 
@@ -133,13 +129,17 @@ class Removal:
         """
         begin = start_of(node)
         end = begin + len(node.key)
-        for below in list(iter_nodes(node)):
-            if below.id not in self.nodes:
-                continue
-            for tier, copy in list(below.kv.copies.items()):
-                if copy.layout is not None and copy.layout.has_any(begin, end):
-                    self.placement.remove_copy(below, tier)
-                    self.after_loss(below)
+        pressed = [
+            (below, tier, copy.layout)
+            for below in iter_nodes(node)
+            for tier, copy in below.kv.copies.items()
+            if copy.layout is not None
+        ]
+        overlap = self.storage.ranks.any_of([layout.has_any(begin, end) for _, _, layout in pressed])
+        for (below, tier, _), is_overlap in zip(pressed, overlap, strict=True):
+            if is_overlap and below.id in self.nodes and tier in below.kv.copies:
+                self.placement.remove_copy(below, tier)
+                self.after_loss(below)
 
     def forget_ssd(self) -> None:
         """Forget every copy on the SSD, which is gone."""

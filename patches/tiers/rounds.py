@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
-from sglang_evicpress.tiers.jobs import Workers
+from sglang_evicpress.patches.tree.ranks import Ranks
+from sglang_evicpress.tiers.jobs import Job
 
 
 class Wakeup(Protocol):
@@ -21,11 +21,14 @@ class Wakeup(Protocol):
 class Threads(Protocol):
     """Threads that work for the tiers."""
 
-    workers: dict[str, Workers]
-
     @property
     def arrival(self) -> Wakeup: ...
+    def now_s(self) -> float: ...
+    def meet(self) -> None: ...
+    def finished_jobs(self) -> list[Job]: ...
 
+    @property
+    def ranks(self) -> Ranks: ...
     @property
     def has_host(self) -> bool: ...
     @property
@@ -64,6 +67,9 @@ class TierRounds:
     keep_room: Callable[[], None]
     last: Callable[[], None]
 
+    def __post_init__(self) -> None:
+        self.is_ending = False  # no plan is made any more
+
     def tick(self, *, is_idle: bool = False, delays_token: bool = False) -> None:
         """``is_idle``: no request runs or waits; ``delays_token``: one waits for its first token, and for nothing but
         this round."""
@@ -72,10 +78,12 @@ class TierRounds:
         self.threads.arrival.clear()
         for begin in self.first:
             begin()
-        for job in [job for workers in self.threads.workers.values() for job in workers.finished()]:
+        for job in self.threads.finished_jobs():
             job.finish()
             self.clock.mark_dirty()
-        now_s = time.monotonic()
+        if self.is_ending:
+            return
+        now_s = self.threads.now_s()
         if not is_idle:
             self.clock.note_busy(now_s)
         if self.clock.begin_plan(now_s, is_idle=is_idle, delays_token=delays_token):
@@ -103,12 +111,15 @@ class TierRounds:
         return self.threads.num_pending_jobs > 0
 
     def wait(self, seconds: float) -> None:
-        """Until a thread has ended a job or a message has come, for so long at most."""
-        self.threads.arrival.wait(seconds)
+        """Until a thread has ended a job or a message has come, for so long at most; where others tell when, they
+        wait."""
+        if self.threads.ranks.is_first:
+            self.threads.arrival.wait(seconds)
 
-    def settle(self, is_settled: Callable[[], bool], deadline_s: float) -> None:
-        """Let the threads work until it is settled or they have nothing to do, at most until ``deadline_s`` by
-        ``time.monotonic``."""
-        while time.monotonic() < deadline_s and not is_settled() and self.has_jobs:
+    def settle(self, is_settled: Callable[[], bool], seconds: float) -> None:
+        """Let the threads work until it is settled or they have nothing to do, at most so long."""
+        deadline_s = self.threads.now_s() + seconds
+        while self.threads.now_s() < deadline_s and not is_settled() and self.has_jobs:
             self.threads.arrival.wait_for_job(0.01)
+            self.threads.meet()
             self.tick()

@@ -20,7 +20,7 @@ LET_GO_S = 2.0  # of an SSD folder
 
 @dataclass(eq=False, repr=False)
 class TierShutdown:
-    """Lets go of everything below the GPU."""
+    """Lets go of everything below the GPU. ``part`` lets this rank go on alone."""
 
     root: Callable[[], Node]
     nodes: Mapping[int, Node]
@@ -29,6 +29,7 @@ class TierShutdown:
     backup: Backups
     rounds: Rounds
     close_ssd: Callable[[SsdTier, float], None]
+    part: Callable[[], None]
     _: KW_ONLY
     costs: Callable[[], CostSnapshot]
     join_loads: Callable[[], None]
@@ -47,11 +48,13 @@ class TierShutdown:
             return
         if not self.storage.has_host:
             return
+        self.part()  # ranks end at steps of their own
         deadline_s = time.monotonic() + CLOSE_S
         self.join_loads()  # what is still arriving cannot be copied yet
         if ssd is not None:
             self._save_for_the_next(deadline_s - 1.0)
-        self.rounds.settle(lambda: not workers["write"].num_pending and not workers["copy"].num_pending, deadline_s)
+        left_s = deadline_s - time.monotonic()
+        self.rounds.settle(lambda: not workers["write"].num_pending and not workers["copy"].num_pending, left_s)
         for each in workers.values():
             each.close(deadline_s + 1.0)
         if ssd is not None:
@@ -67,7 +70,7 @@ class TierShutdown:
             load_s = costs.load_seconds(Tier.SSD, size_of(node) * self.slot_bytes)
             compute_s = costs.prefill.marginal_seconds(len(node.key), start_of(node))
             if Tier.SSD not in node.kv.copies and load_s < compute_s:
-                self.rounds.settle(partial(self._is_begun, node), deadline_s)
+                self.rounds.settle(partial(self._is_begun, node), deadline_s - time.monotonic())
             if time.monotonic() >= deadline_s:
                 return
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -51,6 +50,7 @@ class SsdAttachment:
             raise ValueError("the SSD tier goes through host RAM, and there is none: start with --kv-host-gb")
         if self.is_mixed:
             raise ValueError("the weights changed and the cache holds KV of the old ones: flush it first")
+        self._check_alone()
         if storage.ssd is not None:
             raise ValueError(f"the SSD tier is {storage.ssd.folder} already: detach it first")
         roots = allowed_roots(config.ssd_dir, config.ssd_allow_dirs)
@@ -68,7 +68,19 @@ class SsdAttachment:
         storage = self.storage
         if storage.ssd is None:
             raise ValueError("there is no SSD tier: expected one to be attached")
-        self.rounds.settle(lambda: storage.workers["write"].num_pending == 0, time.monotonic() + SETTLE_S)
+        self._check_alone()
+        self._detach()
+
+    def _check_alone(self) -> None:
+        if not self.storage.ranks.is_alone:
+            raise ValueError(
+                "an SSD tier cannot be attached to, or detached from, a running server with --tp-size over 1, whose "
+                "ranks would have to agree: start it with or without --kv-ssd-dir"
+            )
+
+    def _detach(self) -> None:
+        storage = self.storage
+        self.rounds.settle(lambda: storage.workers["write"].num_pending == 0, SETTLE_S)
         ssd = storage.ssd
         self._use(None)
         self.removal.forget_ssd()
@@ -91,7 +103,7 @@ class SsdAttachment:
         former = self.storage.ssd
         if former is not None:
             logger.warning("evicpress: the weights changed without a flush: the SSD tier is off until /flush_cache")
-            self.detach()
+            self._detach()
             self._parted = former
 
     def flush(self) -> None:
@@ -122,11 +134,15 @@ class SsdAttachment:
             return
         if present is not None:
             self.close(present)
+        opened: SsdTier | None = None
         try:
-            self._use(former.reopened(identity))
+            opened = former.reopened(identity)
         except (StoreError, OSError) as error:
             logger.error("evicpress: the SSD tier is lost: %s", error)
-            self._use(None)
+        (is_lost,) = self.storage.ranks.any_of([opened is None])
+        if is_lost and opened is not None:
+            self.close(opened)
+        self._use(None if is_lost else opened)
 
     def _use(self, ssd: SsdTier | None) -> None:
         """The SSD tier is this one from now on; whoever calls sees to the nodes."""

@@ -3,7 +3,6 @@ smaller there and written anew, while no request runs or waits and the disk has 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 
@@ -31,7 +30,7 @@ class _Rewrite:
 
 @dataclass(eq=False, repr=False)
 class SsdCompression:
-    """Carries one rewrite out at a time. ``busy_s``: when a request last ran or waited (``time.monotonic``)."""
+    """Carries one rewrite out at a time. ``busy_s``: when a request last ran or waited."""
 
     nodes: Mapping[int, Node]
     storage: Tiers
@@ -93,7 +92,7 @@ class SsdCompression:
         if rewrite.is_read or len(copy.entry.owners) > 1:
             return False
         load_s = self.costs().load_seconds(Tier.SSD, copy.entry.header.payload_bytes)
-        if self.ssd.reads or time.monotonic() - self.busy_s() < load_s:
+        if self.ssd.reads or self.storage.now_s() - self.busy_s() < load_s:
             return True  # a request that comes now would have to wait for it: none came for as long as it takes
         # Nothing makes room for it: what the host has is of more use than a smaller form on the SSD.
         is_free = self.storage.host.free_bytes >= copy.entry.header.payload_bytes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tiers.host_room import MOST_GIVEN_UP
@@ -20,7 +22,6 @@ from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.entry.header import BadEntry, Header, check_identity
 from sglang_evicpress.tiers.jobs import Job
 from sglang_evicpress.tiers.ssd.index import Ref
-from sglang_evicpress.tiers.ssd.space import Reservation
 from sglang_evicpress.tiers.ssd.tier import SsdTier
 
 MOST_DROPPED = 16  # nodes, on average, that one plan drops from the SSD: some milliseconds
@@ -29,6 +30,13 @@ LEAST_HELD_SHARE = 1 / 2
 
 MAX_CANDIDATES = 4
 """Entries under one lookup key that a lookup reads the header of."""
+
+
+class Reserved(Protocol):
+    """Room that was found, or promised, for a payload."""
+
+    @property
+    def num_bytes(self) -> int: ...
 
 
 class SsdReads(Protocol):
@@ -48,7 +56,7 @@ class SsdIo:
     """Writes and reads SSD entries. On the scheduler thread but for ``run`` of the jobs. ``free_slots``: carries out
     the policy's plan that frees so many bytes of a tier; ``observe``: is told what bringing bytes back from a tier
     took; ``mark_dirty``: somebody waits for host memory. ``reads`` are those that are not over, ``seen_s`` is when one
-    last ended (``time.perf_counter``)."""
+    last ended."""
 
     nodes: Mapping[int, Node]
     storage: Tiers
@@ -68,7 +76,7 @@ class SsdIo:
     def __post_init__(self) -> None:
         self._num_to_give_up = MOST_GIVEN_UP
         self.reads: dict[Read, None] = {}
-        self.seen_s = time.perf_counter()
+        self.seen_s = self.storage.now_s()
 
     def begin_round(self) -> None:
         """Begin to count anew the entries given up: so many between any two ticks."""
@@ -103,15 +111,15 @@ class SsdIo:
     def may_write(self) -> bool:
         """True if the SSD takes writes now, and the wear budget allows them."""
         ssd = self.storage.ssd
-        return ssd is not None and ssd.store.is_writable and ssd.wear.allows(ssd.now_s)
+        return ssd is not None and ssd.is_writable and ssd.wear.allows(ssd.now_s)
 
     def has_room_for(self, num_bytes: int) -> bool:
         """True if so many bytes may be written now; where room is all that is missing, it is made for later."""
         if not self.may_write:
             return False
-        store = self.ssd.store
-        has_room = store.used_bytes + num_bytes <= store.capacity_bytes
-        if not has_room and num_bytes <= store.capacity_bytes:
+        capacity_bytes = self.ssd.store.capacity_bytes
+        has_room = self.ssd.used_bytes + num_bytes <= capacity_bytes
+        if not has_room and num_bytes <= capacity_bytes:
             self.make_ssd_room(num_bytes)
         return has_room
 
@@ -122,7 +130,7 @@ class SsdIo:
             NodeWrite(self, node, made, reservation).start()
         return reservation is not None
 
-    def _reserve(self, entry: HostEntry, owners: Sequence[Node]) -> Reservation | None:
+    def _reserve(self, entry: HostEntry, owners: Sequence[Node]) -> Reserved | None:
         may_be_there = all(self.names.ssd_scope(node.key.extra_key) is not None for node in owners)
         reservation = self.ssd_room(entry.header.payload_bytes) if may_be_there else None
         if reservation is None:
@@ -140,16 +148,16 @@ class SsdIo:
         """True if host memory will become free of itself."""
         return bool(self.reads) or any(self.storage.workers[name].num_pending for name in ("copy", "write", "load"))
 
-    def ssd_room(self, num_bytes: int) -> Reservation | None:
+    def ssd_room(self, num_bytes: int) -> Reserved | None:
         """A reservation, if the wear budget and the tier's bound allow it now. If it is full, room is made for later:
         giving bytes back takes the file system a while."""
         ssd = self.ssd
-        if not ssd.store.is_writable or num_bytes > ssd.store.capacity_bytes:
+        if not ssd.is_writable or num_bytes > ssd.store.capacity_bytes:
             return None
         if not ssd.wear.allows(ssd.now_s):
             ssd.wear.refuse(num_bytes)
             return None
-        reservation = ssd.store.reserve(num_bytes)
+        reservation: Reserved | None = ssd.reserve(num_bytes, self.storage.workers["write"])
         if reservation is None:
             self.make_ssd_room(max(num_bytes, ssd.store.capacity_bytes // 64))
         else:
@@ -200,7 +208,7 @@ class SsdIo:
         """Begin to read an SSD entry into the host, for all nodes that hold a piece of it; the job, None without
         room, or while the disk does not answer."""
         if entry.read is None:
-            if not self.ssd.store.is_answering:
+            if not self.ssd.is_answering:
                 self.storage.counts["reads_of_a_hung_ssd"] += 1
                 return None
             runs = self.room.host_room(entry.header.payload_bytes)
@@ -235,7 +243,7 @@ class SsdIo:
 class Write(Job):
     """Host to SSD."""
 
-    def __init__(self, owner: SsdIo, entry: HostEntry, reservation: Reservation) -> None:
+    def __init__(self, owner: SsdIo, entry: HostEntry, reservation: Reserved) -> None:
         super().__init__()
         self.owner, self.entry, self.reservation = owner, entry, reservation
         self.ssd = owner.ssd
@@ -250,16 +258,23 @@ class Write(Job):
     def run(self) -> None:
         header = self.entry.header
         chunks = self.owner.storage.host.arena.buffers(self.entry.runs, 0, header.payload_bytes)
-        self.ref = self.ssd.store.write(self.reservation, header, chunks)
+        self.ref = self.ssd.write(self.reservation, header, chunks)
         for layout in self.layouts:
             if layout is not None:
                 layout.prepare_pack()  # for when the SSD alone has it
 
+    def end_write(self) -> None:
+        """What was reserved is written, or, where a rank has failed to, what another has written goes."""
+        self.entry.write = None
+        self.ssd.end_write(self.reservation)
+        if self.error is not None:
+            self.owner.storage.errors[f"ssd_write_{self.error}"] += 1
+            if self.ref is not None and self.ssd is self.owner.storage.ssd:
+                self.ssd.forget(self.ref, self.owner.storage.workers["write"])
+
     def finish(self) -> None:
         owner, entry = self.owner, self.entry
-        entry.write = None
-        if self.error is not None:
-            owner.storage.errors[f"ssd_write_{self.error}"] += 1
+        self.end_write()
         if self.error is None and self.ssd is owner.storage.ssd:  # else it was detached, and keeps what was published
             if entry.owners:
                 owner.storage.counts["written"] += 1
@@ -277,7 +292,7 @@ class NodeWrite(Write):
     """Host to SSD, of what one node is to have there and the host does not keep. ``made``: its copy on the host; what
     it was made of must be the node's still when it is written."""
 
-    def __init__(self, owner: SsdIo, node: Node, made: Copy, reservation: Reservation) -> None:
+    def __init__(self, owner: SsdIo, node: Node, made: Copy, reservation: Reserved) -> None:
         super().__init__(owner, made.entry, reservation)
         self.node_id, self.made, self.source = node.id, made, node.kv.copies[Tier.HOST]
         self.layouts = [made.layout]
@@ -290,12 +305,10 @@ class NodeWrite(Write):
     def finish(self) -> None:
         owner, node = self.owner, self.owner.nodes.get(self.node_id)
         owner.room.end_copy(self.entry.num_bytes)
-        self.entry.write = None
+        self.end_write()
         if node is not None and node.kv.job is self:
             node.kv.job = None
-        if self.error is not None:
-            owner.storage.errors[f"ssd_write_{self.error}"] += 1
-        elif self.ssd is owner.storage.ssd:  # else it was detached, and keeps what was published
+        if self.error is None and self.ssd is owner.storage.ssd:  # else it was detached, and keeps what was published
             if node is not None and self._is_wanted_by(node):
                 owner.storage.counts["compressed_for_ssd"] += 1
                 ssd_entry = self.ssd.hold(self.ref, self.entry.header)
@@ -340,7 +353,6 @@ class Read(Job):
             num_bytes = header.payload_bytes
         finally:
             self.measured = meter.end(time.perf_counter(), num_bytes)
-        self.host.checked_s = time.perf_counter()
 
     def finish(self) -> None:
         owner, entry = self.owner, self.entry
@@ -348,7 +360,8 @@ class Read(Job):
         owner.reads.pop(self, None)
         if self.error is None:
             owner.storage.counts["read"] += 1
-            owner.note_seen(time.perf_counter())
+            self.host.checked_s = owner.storage.now_s()
+            owner.note_seen(self.host.checked_s)
             owner.arrived(entry, self.host)
         else:
             owner.removal.invalidate_entry(entry, Tier.SSD, self.error)
@@ -397,6 +410,21 @@ class Lookup(Job):
         try:
             self.survivors = self.ssd.store.read_extent(ref, header, len(header.extents) - 1)
         except BadEntry:
+            self.found = None
+
+    def values_to_agree(self) -> torch.Tensor:
+        """What was found, as two numbers of which one is the other's negative where all ranks have found the same."""
+        number = 0
+        if self.found is not None:
+            header = self.found[1]
+            same = header.key, header.start, header.num_slots, str(header.form), header.layer_slots
+            told = repr((*same, header.is_lossy_prefix, header.payload_bytes, self.survivors is None))
+            number = 1 + (int.from_bytes(hashlib.sha256(told.encode()).digest()[:8], "little") >> 2)
+        return torch.tensor([number, -number])
+
+    def take_agreed(self, values: torch.Tensor) -> None:
+        """What not all ranks have found is a miss."""
+        if int(values[0]) != -int(values[1]):
             self.found = None
 
     def finish(self) -> None:

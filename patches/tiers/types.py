@@ -12,6 +12,7 @@ import torch
 from sglang_evicpress.controller.controller import BY_UTILITY, PRESSURE
 from sglang_evicpress.core import Decision, Form, Tier
 from sglang_evicpress.patches.tree.adapters import SsdScope
+from sglang_evicpress.patches.tree.ranks import Ranks
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.press import QueryWindow
@@ -63,6 +64,10 @@ class Tiers(Protocol):
     errors: Counter[str]
     read_timer: ReadTimer
 
+    @property
+    def ranks(self) -> Ranks: ...
+    def now_s(self) -> float: ...
+    def hand_over(self, name: str, job: Job) -> None: ...
     @property
     def has_host(self) -> bool: ...
     @property
@@ -166,7 +171,7 @@ class Rounds(Protocol):
 
     @property
     def has_jobs(self) -> bool: ...
-    def settle(self, is_settled: Callable[[], bool], deadline_s: float) -> None: ...
+    def settle(self, is_settled: Callable[[], bool], seconds: float) -> None: ...
 
 
 class Plans(Protocol):

@@ -57,6 +57,7 @@ class Last(Job):
     """Has run when every job of its worker thread that was submitted before has."""
 
     priority = 1 << 30
+    is_local = True
 
     def run(self) -> None:
         """Nothing: its turn is what counts."""

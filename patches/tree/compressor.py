@@ -447,6 +447,11 @@ class Compressor:
             torch.cuda.current_stream().wait_stream(self.forward_stream)
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks, None where there is one."""
+        return self._group
+
+    @property
     def is_alone(self) -> bool:
         """True if no other rank must do as this one does."""
         return self._group is None

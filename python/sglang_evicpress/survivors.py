@@ -233,6 +233,10 @@ class SurvivorLayout:
     def logical(self) -> torch.Tensor:
         return self._logical.read()
 
+    def shown_at(self, logical: torch.Tensor) -> SurvivorLayout:
+        """The same survivors, whose slots are shown at ``logical``, int64 [m]."""
+        return SurvivorLayout(HostCopy(self.positions), HostCopy(logical), self.num_slots, self.filling)
+
     @property
     def num_bytes(self) -> int:
         """Host memory it takes."""

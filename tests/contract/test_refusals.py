@@ -135,13 +135,21 @@ def test_unequal_backends_for_prefill_and_decode_are_refused(server_args: Any) -
     _refuse("flashinfer for prefill and triton for decode", server_args)
 
 
-def test_tiers_are_refused_with_more_than_one_rank(server_args: Any) -> None:
-    tiers = EvicPressConfig("evicpress", host_gb=2.5)
-    unsupported.check(server_args, tiers)
+def test_of_tiers_with_more_than_one_rank_only_what_was_seen_to_work_passes(server_args: Any) -> None:
     server_args.tp_size = 2
+    tiers = EvicPressConfig("evicpress", host_gb=2.5, ssd_dir="/kv", ssd_gb=1.0)
     unsupported.check(server_args, CONFIG)
-    sentence = _refuse("--kv-host-gb 2.5 cannot be combined with --tp-size 2", server_args, tiers)
-    assert "leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1" in sentence
+    unsupported.check(server_args, tiers)
+    sentence = _refuse("--kv-host-gb of --kv-ssd-dir /kv cannot be auto with --tp-size 2", server_args,
+                       EvicPressConfig("evicpress", ssd_dir="/kv", ssd_gb=1.0))  # fmt: skip
+    assert "give --kv-host-gb the GB that each rank takes, or use --tp-size 1" in sentence
+    dropping = EvicPressConfig("evicpress", host_gb=2.5, decode=DecodeFlags(256))
+    sentence = _refuse("--kv-host-gb 2.5 with --tp-size 2 cannot be combined with --kv-decode-budget 256", server_args,
+                       dropping)  # fmt: skip
+    assert "leave out one of the two" in sentence
+    server_args.enable_lora = True
+    unsupported.check(server_args, EvicPressConfig("evicpress", host_gb=2.5))
+    _refuse("--kv-ssd-dir /kv with --tp-size 2 cannot be combined with LoRA", server_args, tiers)
 
 
 @pytest.mark.parametrize("score", ["tova", "h2o"])

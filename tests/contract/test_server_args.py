@@ -306,14 +306,10 @@ WRONG = [
         ("--kv-policy", "lru", "--kv-ssd-allow-dir", "/kv", "--kv-ssd-key-file", "/etc/passwd"),
         "ssd_key_file '/etc/passwd' can be read by all or written by others (mode 0644): expected mode 0600",
     ),
-    (
-        ("--kv-policy", "lru", "--kv-host-gb", "0.5", "--tp-size", "2"),
-        "--kv-host-gb 0.5 cannot be combined with --tp-size 2: ranks do not agree yet",
-    ),
     (("--kv-policy", "lru", "--kv-host-gb", "x"), "host_gb is 'x': expected auto, 0 for no host tier, or a number"),
     (
         ("--kv-policy", "lru", "--kv-ssd-dir", "/tmp", "--kv-ssd-gb", "1", "--tp-size", "2"),
-        "--kv-ssd-dir /tmp cannot be combined with --tp-size 2: ranks do not agree yet",
+        "--kv-host-gb of --kv-ssd-dir /tmp cannot be auto with --tp-size 2: give --kv-host-gb the GB",
     ),
     (
         ("--kv-policy", "evicpress", "--kv-forms", "geometry@0.5"),

@@ -244,7 +244,7 @@ BENCH_FLOORS = (
     ("moves", "plugins", "pytest_runs", "streams", "stress"),
     ("correctness", "demo", "house", "policy"),
     ("decode_budget", "geometry", "gpu", "serving", "tiers"),
-    ("budgets", "codecs", "kernels_cpu", "load", "mend", "operator", "profiler", "releases"),
+    ("budgets", "codecs", "kernels_cpu", "load", "mend", "operator", "profiler", "releases", "trust"),
     ("families",),
 )
 """Rooms of the benchmarks, the lowest floor first: a room imports itself and rooms of lower floors."""

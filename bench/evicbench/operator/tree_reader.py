@@ -81,30 +81,36 @@ class TreeReader:
         self._tokens: dict[tuple[int, int], list[int]] = {}
 
     def read_when_quiet(self) -> Tree:
-        """The tree once it stays as it is. Raises RuntimeError where it never does."""
-        before: list[tuple[object, ...]] | None = None
+        """The tree once it stays as it is while it is read. Raises RuntimeError where it never does."""
         for _ in range(MOST_LOOKS):
             nodes = self._nodes()
-            state = [tuple(node[name] for name in _STATE) for node in nodes]
-            if state == before:
-                return Tree(self._server, nodes, {node["id"]: self._tokens_of(node) for node in nodes})
-            before = state
+            tokens = {node["id"]: self._tokens_of(node) for node in nodes}
             time.sleep(QUIET_S)
+            if all(tokens.values()) and _state_of(nodes) == _state_of(self._nodes()):
+                return Tree(self._server, nodes, tokens)
         raise RuntimeError(f"the tree changed in each of {MOST_LOOKS} looks, {QUIET_S:g} s apart")
 
     def _nodes(self) -> list[Node]:
         nodes, after = list[Node](), 0
         while after is not None:
             page = self._server.get(f"/evicpress/tree?after={after}")
-            nodes += page["nodes"]
+            nodes += [node for node in page["nodes"] if not node["is_shadow"]]
             after = page["next"]
         return nodes
 
     def _tokens_of(self, node: Node) -> list[int]:
+        """Nothing where the node has gone, or is another, since."""
         key = node["id"], node["num_tokens"]  # a split keeps the id of one part
         if key not in self._tokens:
-            self._tokens[key] = self._server.get(f"/evicpress/nodes/{key[0]}?tokens=true")["token_ids"]
+            status, answer = self._server.request("GET", f"/evicpress/nodes/{key[0]}?tokens=true")
+            if status != 200 or answer["num_tokens"] != key[1]:
+                return []
+            self._tokens[key] = answer["token_ids"]
         return self._tokens[key]
+
+
+def _state_of(nodes: Sequence[Node]) -> list[tuple[object, ...]]:
+    return [tuple(node[name] for name in _STATE) for node in nodes]
 
 
 def _num_equal(tokens: Sequence[int], prompt: Sequence[int]) -> int:

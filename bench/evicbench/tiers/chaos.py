@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -249,8 +249,12 @@ def storm(
     page_size: int = 1,
     overload: float = 0.0,
     num_questions: int = NUM_QUESTIONS,
+    more: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    make: type[Chaos] = Chaos,
 ) -> Chaos:
-    """Record the right answers, start a server with faults, and ask it for so long.
+    """Record the right answers, start a server with faults, and ask it for so long. ``more``: arguments of the server,
+    ``env`` adds to its environment; ``make``: what asks it.
 
     ``overload``: for the last two thirds of the time requests come at so many times the rate at which clients were
     answered in the first; 0 for clients all the time.
@@ -258,9 +262,9 @@ def storm(
     with scratch(1 << 29) as folder, tempfile.TemporaryDirectory() as models:
         model = make_peaky_model(Path(models) / "peaky")
         questions = draw_questions(model, seed, num_questions)
-        env = {**CHECKS, "SGLANG_EVICPRESS_FAULTS": f"seed={seed},{RATES}"}
-        with Server(*arguments(folder / "ssd", page_size), model=model, env=env) as server:
-            chaos = Chaos(server, questions, folder / "ssd", seconds, seed, overload).run()
+        env = {**CHECKS, "SGLANG_EVICPRESS_FAULTS": f"seed={seed},{RATES}", **(env or {})}
+        with Server(*arguments(folder / "ssd", page_size), *more, model=model, env=env) as server:
+            chaos = make(server, questions, folder / "ssd", seconds, seed, overload).run()
     for problem in chaos.problems[:40]:
         print(f"    {problem}", flush=True)
     return chaos

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from itertools import islice
 from typing import NamedTuple
@@ -80,6 +81,13 @@ class Journal:
             "next": entries[-1].number if entries and entries[-1].number < self._num_added else None,
             "entries": [self._described(entry) for entry in entries],
         }
+
+    def digest(self) -> bytes:
+        """A digest of the entries that are still there."""
+        hashed = hashlib.sha256()
+        for entry in self._entries:
+            hashed.update(repr(entry).encode())
+        return hashed.digest()
 
     def about(self, node_id: int) -> list[dict[str, object]]:
         """The entries that are still there of one node, oldest first: at most the last ``MOST_ABOUT``."""

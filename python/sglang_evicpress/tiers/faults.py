@@ -46,8 +46,11 @@ class Faults:
         self._random = random.Random(self.seed)
 
     @classmethod
-    def parse(cls, text: str) -> Faults:
-        """Read ``seed=7,delay=0.02:0.05,eio=0.01``. Raises ValueError naming the part and what is accepted."""
+    def parse(cls, text: str, rank: int = 0) -> Faults:
+        """Read ``seed=7,delay=0.02:0.05,eio=0.01``; each rank has faults of its own, also of other rates where these
+        are written one behind the other with | between. Raises ValueError naming the part and what is accepted."""
+        texts = text.split("|")
+        text = texts[rank % len(texts)]
         faults = cls()
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = part.partition("=")
@@ -66,6 +69,7 @@ class Faults:
             if name not in KINDS or not 0.0 <= number <= 1.0 or (colon and (name != "delay" or not 0 <= delay_s < 60)):
                 raise ValueError(f"fault {part!r} is not known: {_ACCEPTED}")
             faults.rates[name], faults.delay_s = number, delay_s
+        faults.seed += rank
         faults.__post_init__()
         return faults
 

@@ -34,11 +34,15 @@ DOES_NOT_FIT = "does_not_fit"
 class Job(ABC):
     """Work in two parts: ``run`` on a worker thread, then ``finish`` on the scheduler thread, always, also after a
     failure, which ``error`` then names by reason. ``priority``: lower ones are taken first. ``seconds``: what
-    ``run`` took by the clock, after which ``has_run`` is set. ``is_finished``: ``finish`` is due or over."""
+    ``run`` took by the clock, after which ``has_run`` is set. ``is_finished``: ``finish`` is due or over. ``number``:
+    the same on every rank."""
 
     priority = 1
+    is_local = False
+    """True if it is of this rank alone: nothing that others must know of comes of it."""
 
     def __init__(self) -> None:
+        self.number = 0
         self.error: str | None = None
         self.has_run = threading.Event()
         self.is_finished = False
@@ -76,6 +80,14 @@ class Job(ABC):
     def has_ended(self) -> bool:
         """True if what ``run``, which is over, has queued on a device is over too; never waits."""
         return True
+
+    def values_to_agree(self) -> torch.Tensor | None:
+        """Of a job that went well on every rank, what ranks agree on by the highest, int64 of a size that is the same
+        on all; None for nothing."""
+        return None
+
+    def take_agreed(self, values: torch.Tensor) -> None:  # noqa: B027 - most agree on nothing
+        """These are the highest of all ranks."""
 
 
 class Signal(Protocol):

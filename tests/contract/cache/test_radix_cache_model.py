@@ -142,6 +142,7 @@ class Walk:
     dim, dtype, identity = DIM, torch.float32, bytes(KEY_BYTES)
     is_sound = True  # what it holds is looked at when its test ends
     is_closed = False
+    group: ClassVar[object] = None  # of ranks
     made: ClassVar[list[Walk]] = []
     tree = property(lambda self: self.cache.parts.tree)
     tiers = property(lambda self: self.cache.parts.tiers)
@@ -161,7 +162,7 @@ class Walk:
         params = CacheInitParams(False, self.rows, self.allocator, page_size)
         config = self.configured(policy, settings)
         groups = layer_groups(config.menu_forms, config.layers.shares, LAYERS, config.layers.max_counts)
-        compressor = Compressor(self.pool, page_size, config.sinks, groups=groups)
+        compressor = Compressor(self.pool, page_size, config.sinks, groups=groups, group=self.group)
         self.groups = GroupRows(groups, self.rows.req_to_token) if groups.num_groups > 1 else None
         group_rows.attach(self.groups)
         self.cache = cache_class()(params, config, compressor, self.identity)

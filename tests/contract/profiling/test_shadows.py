@@ -768,8 +768,9 @@ def test_a_flush_of_the_gpu_takes_all_shadows(walk: ShadowWalk) -> None:
 
 def test_shadows_are_no_kv_events(walk: ShadowWalk) -> None:
     """They name blocks by their tokens alone."""
-    tokens = walk.served(64)
     tell_kv_events(walk.cache)
+    tokens = walk.served(64)
+    assert walk.cache.take_events()
     shadow = walk.whole(tokens)
     walk.form(shadow)
     walk.ask(shadow.exact, [*tokens, 51])

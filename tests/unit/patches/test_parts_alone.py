@@ -48,6 +48,7 @@ from sglang_evicpress.patches.tree.adapters import Adapters
 from sglang_evicpress.patches.tree.changes import NodeChanges
 from sglang_evicpress.patches.tree.node_kv import NodeKV, PrefixView
 from sglang_evicpress.patches.tree.node_queries import NodeQueries
+from sglang_evicpress.patches.tree.ranks import Ranks
 from sglang_evicpress.patches.tree.set_aside import ASIDE_S, SetAside
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
 from sglang_evicpress.policy import index as policy_index
@@ -59,7 +60,15 @@ from sglang_evicpress.tiers.host.tier import HostTier
 from sglang_evicpress.tiers.ssd.index import Ref
 
 MODULES = (
-    *("tree.slot_ledger", "tree.changes", "tree.set_aside", "tree.adapters", "tiers.storage", "tiers.placement"),
+    *(
+        "tree.slot_ledger",
+        "tree.changes",
+        "tree.set_aside",
+        "tree.ranks",
+        "tree.adapters",
+        "tiers.storage",
+        "tiers.placement",
+    ),
     *("tiers.removal", "tiers.host_room", "tiers.ssd_io", "tiers.backup", "tiers.host_compression", "tiers.demotion"),
     *(
         "cache.moves",
@@ -105,6 +114,7 @@ class World:
         self.ssd, self.workers, self.has_host = None, {}, True
         self.counts, self.errors = Counter[str](), Counter[str]()
         self.host = HostTier(4 * 4096, is_pinned=False)
+        self.ranks, self.now_s = Ranks(None), time.monotonic
         self.ledger = SlotLedger(lambda slots: self.freed.extend(slots.tolist()))
         self.changes = NodeChanges()
         self.adapters = Adapters(bytes(16), lambda: (), has_tiers=True)
@@ -114,7 +124,6 @@ class World:
             self.ledger,
             lambda node, copy: 1.0,
             self.changes.changed,
-            self.tell_stored,
             lambda form, size: size,
             16,
         )
@@ -140,12 +149,6 @@ class World:
 
     def tell_dropped(self, node: Node, cause: str, number: int | None) -> None:
         self.tell(cause, node)
-
-    def tell_stored(self, node: Node) -> None:
-        self.tell("stored", node)
-
-    def tell_removed(self, node: Node) -> None:
-        self.tell("removed", node)
 
     def delete(self, node: Node) -> None:
         del node.parent.children[node.id], self.nodes[node.id]
@@ -178,7 +181,7 @@ def test_a_node_is_placed_on_the_gpu_again() -> None:
     world.removal.release(1, Tier.HOST)
     node.lock_ref = 1
     world.placement.place(node, node.kv.copies[Tier.HOST], torch.arange(8, 12))
-    assert tier_of(node) == Tier.GPU and world.placement.num_spare == 1 and world.told[-1] == ("stored", 1)
+    assert tier_of(node) == Tier.GPU and world.placement.num_spare == 1
     assert node.value.tolist() == [8, 9, 10, 11] and (world.ledger.evictable, world.ledger.protected) == (0, 4)
 
 
@@ -213,11 +216,11 @@ def test_a_node_without_slots_takes_those_of_a_request() -> None:
     unused = lambda node: None  # noqa: E731
     terms = SimpleNamespace(is_alone=True), 0.5, unused, unused, lambda node: world.tell("wanted", node)
     parts = world.placement, world.removal, world.ledger, world.changes
-    fill = FillReplace(world.nodes, *parts, *terms, lambda node: world.tell("stored", node))
+    fill = FillReplace(world.nodes, *parts, *terms)
     fill.fill(world.nodes[1], torch.arange(40, 44), is_lossy_prefix=False)
     assert world.nodes[1].value.tolist() == [40, 41, 42, 43] and world.ledger.evictable == 4
     assert world.placement.num_spare == 1, "its host copy is one that can be given up again"
-    assert world.told[-2:] == [("stored", 1), ("wanted", 2)]
+    assert world.told[-1:] == [("wanted", 2)]
     assert fill.would_change_view([(world.nodes[1], 4)], 0, PrefixView(torch.arange(4), is_lossy=True))
     assert not fill.would_change_view([(world.nodes[1], 4)], 0, PrefixView(torch.arange(4)))
 
@@ -373,7 +376,7 @@ def test_a_node_is_set_aside_for_a_while() -> None:
 
 
 def test_a_hold_ends_with_its_time_or_a_use_and_a_split_keeps_it() -> None:
-    holds = Holds({1, 2, 3})
+    holds = Holds({1, 2, 3}, time.monotonic)
     for node_id in (1, 2, 9):
         holds.hold(node_id, 60.0)
     holds.split(3, 1)
@@ -527,7 +530,7 @@ class Waiting(Loading):
         self.reservations = Reservations(
             self.nodes, self, self, self.changes.changed, self.lock, self.unlock, self.pool.size
         )
-        self.prefetches = Prefetches(self.reservations)
+        self.prefetches = Prefetches(self.reservations, time.monotonic)
         self.cost = PrefillCost(0.0, 1.0, 0.0)
         self.terms = LoadTerms(
             lambda: CostSnapshot(
@@ -610,7 +613,7 @@ def test_a_lookup_is_for_text_whose_namespace_may_be_on_the_ssd() -> None:
     world.asked, world.page_size, world.vocab_size = list[object](), 1, 50
     ref = Ref(1, 1, 64, 4)
     store = SimpleNamespace(num_entries=1, find=lambda key: [ref])
-    world.ssd = SimpleNamespace(store=store, is_held=lambda ref: False)
+    world.ssd = SimpleNamespace(store=store, has_former=True, is_held=lambda ref: False)
     disk = SimpleNamespace(look_up=lambda *asked: world.asked.append(asked) or "job")
     grafting = Grafting(world, world.adapters, disk.look_up, world.terms, world, 16, 1)
 

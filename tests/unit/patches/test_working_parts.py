@@ -25,6 +25,7 @@ from sglang_evicpress.patches.tiers.report import TierReport
 from sglang_evicpress.patches.tiers.rounds import TierRounds
 from sglang_evicpress.patches.tiers.shutdown import TierShutdown
 from sglang_evicpress.patches.tiers.ssd_attachment import SsdAttachment
+from sglang_evicpress.patches.tree.ranks import Ranks
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.tiers.jobs import Job, Workers
@@ -147,11 +148,13 @@ class Told(Job):
 class Threads:
     copying: Workers
     arrival: Arrival
-    has_host = True
+    has_host, ranks, now_s = True, Ranks(None), staticmethod(time.monotonic)
 
-    @property
-    def workers(self) -> dict[str, Workers]:
-        return {"copy": self.copying}
+    def meet(self) -> None:
+        """Nobody else is there."""
+
+    def finished_jobs(self) -> list[Job]:
+        return self.copying.finished()
 
     @property
     def num_pending_jobs(self) -> int:
@@ -173,7 +176,7 @@ def test_a_round_takes_in_jobs_before_it_makes_room() -> None:
     made, workers, _ = rounds(told)
     workers.submit(Told(told))
     assert made.has_work
-    made.settle(lambda: "job" in told, time.monotonic() + 30.0)
+    made.settle(lambda: "job" in told, 30.0)
     last_round = told[-4:]
     assert last_round == ["begin", "job", "room", "end"] and not made.has_jobs
     told.clear()
@@ -256,7 +259,7 @@ class Ssd:
         return self
 
 
-SETTLED = SimpleNamespace(settle=lambda is_settled, deadline_s: is_settled(), has_jobs=False)
+SETTLED = SimpleNamespace(settle=lambda is_settled, seconds: is_settled(), has_jobs=False)
 
 
 def attachment(world: World, told: list[str]) -> SsdAttachment:

@@ -16,8 +16,8 @@ from sglang_evicpress.tiers.host.allocator import Run
 @dataclass(slots=True, eq=False)
 class HostEntry:
     """An entry in the arena. ``owners`` are the ids of the nodes that hold a piece of it; its ``runs`` are freed once
-    there is none and nobody who reads or writes it has it ``pinned``. ``checked_s``: when its checksums last held,
-    ``time.perf_counter``. ``check``, ``arrival`` and ``write`` are the jobs that verify it, fill it and write it to SSD
+    there is none and nobody who reads or writes it has it ``pinned``. ``checked_s``: when its checksums were last seen
+    to hold. ``check``, ``arrival`` and ``write`` are the jobs that verify it, fill it and write it to SSD
     now, ``ssd`` is the same payload there."""
 
     header: Header

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
-
 from sglang_evicpress.tiers.entry.copies import HostEntry
 from sglang_evicpress.tiers.entry.header import check_part
 from sglang_evicpress.tiers.faults import Faults
-from sglang_evicpress.tiers.host.arena import Arena
+from sglang_evicpress.tiers.host.arena import STEP_BYTES, Arena
 
 
 class HostTier:
     """Holders of host entries; everything but ``check`` is for the scheduler thread."""
 
-    def __init__(self, num_bytes: int, *, is_pinned: bool, faults: Faults | None = None) -> None:
-        self.arena = Arena(num_bytes, is_pinned=is_pinned)
+    def __init__(
+        self, num_bytes: int, *, is_pinned: bool, faults: Faults | None = None, step_bytes: int = STEP_BYTES
+    ) -> None:
+        self.arena = Arena(num_bytes, is_pinned=is_pinned, step_bytes=step_bytes)
         self._entries: dict[int, HostEntry] = {}  # all that has runs, by id()
         self.faults = faults
 
@@ -69,7 +69,6 @@ class HostTier:
             if self.faults is not None and chunks:
                 self.faults.maybe_flip(chunks[0])
             check_part(entry.header, number, chunks)
-        entry.checked_s = time.perf_counter()
 
     def close(self) -> None:
         self.arena.close()

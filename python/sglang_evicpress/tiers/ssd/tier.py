@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from sglang_evicpress.config import GB
 from sglang_evicpress.tiers.entry.copies import SsdEntry
@@ -17,6 +17,7 @@ from sglang_evicpress.tiers.faults import Faults, FaultyFiles
 from sglang_evicpress.tiers.jobs import Job, Workers
 from sglang_evicpress.tiers.ssd.deadline import within
 from sglang_evicpress.tiers.ssd.folder import Folder, StoreError, allowed_root
+from sglang_evicpress.tiers.ssd.index import Ref
 from sglang_evicpress.tiers.ssd.store import SsdStore
 from sglang_evicpress.tiers.ssd.wear import WearBudget
 
@@ -38,7 +39,7 @@ class SsdTier:
         self.folder = folder
         self.wear = WearBudget(bytes_per_day, self.now_s)
         self._held: dict[Any, SsdEntry] = {}
-        self._open: Callable[[bytes], SsdTier]
+        self._open: Callable[[bytes], Self]
         self._held_bytes = 0
         self._looked_at: Any = None  # of the entries that were found, by ``drop_unused``
         self._last_found = store.newest_segment
@@ -57,11 +58,11 @@ class SsdTier:
         *,
         key: Key | None = None,
         roots: Sequence[str] | None = None,
-    ) -> SsdTier:
+    ) -> Self:
         """The tier in ``folder``, its entries sealed with ``key``. With ``roots`` the folder has to lie in one of them,
         and its file system has to be that large. Raises StoreError, one sentence, when the folder cannot be used."""
 
-        def open_for(identity: bytes) -> SsdTier:
+        def open_for(identity: bytes) -> Self:
             if roots is None:
                 opened = Folder.open(Path(folder))
             else:
@@ -82,7 +83,7 @@ class SsdTier:
         return open_for(identity)
 
     @classmethod
-    def attach(cls, folder: str, *arguments: Any, **options: Any) -> SsdTier:
+    def attach(cls, folder: str, *arguments: Any, **options: Any) -> Self:
         """``open`` on a thread of its own. Raises StoreError, also when it takes longer than ANSWER_S."""
         return within(
             ANSWER_S,
@@ -91,7 +92,7 @@ class SsdTier:
             undo=lambda tier: tier.store.close(),
         )
 
-    def reopened(self, identity: bytes) -> SsdTier:
+    def reopened(self, identity: bytes) -> Self:
         """The same folder for another model, once the store is closed. Raises StoreError as ``attach``."""
         return within(
             ANSWER_S, f"SSD folder {self.folder}", lambda: self._open(identity), undo=lambda tier: tier.store.close()
@@ -116,9 +117,40 @@ class SsdTier:
         """Free bytes, and those of entries no node holds; endless while nothing may be written, so that no plan makes
         room for what will not come."""
         store = self.store
-        if not store.is_writable or not self.wear.allows(self.now_s):
+        if not self.is_writable or not self.wear.allows(self.now_s):
             return ENDLESS
         return max(0, store.capacity_bytes - self._held_bytes)
+
+    @property
+    def is_writable(self) -> bool:
+        """True if writes are taken now."""
+        return self.store.is_writable
+
+    @property
+    def is_answering(self) -> bool:
+        """True if the disk does what it is asked to."""
+        return self.store.is_answering
+
+    @property
+    def has_former(self) -> bool:
+        """True if entries of an earlier server may be found."""
+        return self.store.num_entries > 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken of ``store.capacity_bytes``."""
+        return self.store.used_bytes
+
+    def reserve(self, num_bytes: int, workers: Workers) -> Any:
+        """Room for a payload, for ``write``; None where there is none."""
+        return self.store.reserve(num_bytes)
+
+    def write(self, reservation: Any, header: Header, chunks: Sequence[memoryview]) -> Ref:
+        """See ``SsdStore.write``; on any thread."""
+        return self.store.write(reservation, header, chunks)
+
+    def end_write(self, reservation: Any) -> None:
+        """The write of what was reserved is over, and what was written is about to be held, if anything was."""
 
     def hold(self, ref: Any, header: Header) -> SsdEntry:
         """The entry called ``ref``, which a node is about to hold."""
@@ -192,6 +224,7 @@ class Reclaim(Job):
     """Gives the bytes of removed entries back to the file system."""
 
     priority = 2
+    is_local = True
 
     def __init__(self, tier: SsdTier, workers: Workers) -> None:
         super().__init__()

@@ -86,12 +86,10 @@ def test_any_order_of_holders_and_pins_frees_once(host: HostTier) -> None:
     assert live
 
 
-def test_check_finds_every_kind_of_flip_and_notes_when_all_was_well(host: HostTier) -> None:
+def test_check_finds_every_kind_of_flip(host: HostTier) -> None:
     entry = put(host)
     host.pin(entry)
     host.check(entry)
-    checked_s = entry.checked_s
-    assert checked_s > 0.0
     size = entry.header.payload_bytes
     for at in (0, 1, size // 2 - 1, size // 2, size - 1):
         (chunk,) = host.arena.buffers(entry.runs, at, 1)
@@ -99,10 +97,8 @@ def test_check_finds_every_kind_of_flip_and_notes_when_all_was_well(host: HostTi
             chunk[0] ^= 1 << bit
             with pytest.raises(BadEntry, match="checksum"):
                 host.check(entry)
-            assert entry.checked_s == checked_s
             chunk[0] ^= 1 << bit
     host.check(entry)
-    assert entry.checked_s > checked_s
 
 
 def test_check_reads_only_the_payload(host: HostTier) -> None:

@@ -1,0 +1,77 @@
+"""Two tensor-parallel ranks with tiers, each with delays, faults and a disk of its own: they must decide alike."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+from evicbench.report import Line
+from evicbench.testbed.server import Server
+from evicbench.tiers import chaos
+from evicbench.tiers.inputs import scratch
+from evicbench.tiers.ttft import Case, Clock, arguments
+
+SECONDS = 600.0
+NUM_QUESTIONS = 120
+NUM_TOKENS = 1024
+
+TWO_RANKS = ("--tp-size", "2")
+RANKS_ON_CPU = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/none"}
+"""SGLang wants to know the cores of each rank, and would talk to GPUs if it found NCCL."""
+
+FAULTS = (
+    "seed=1,delay=0.1:0.02,eio=0.01,enospc=0.01,short=0.02,flip=0.06,lost=0.01",
+    "seed=2,delay=0.3:0.05,eio=0.03,flip=0.02,lost=0.02",
+)
+"""Of each rank."""
+
+
+class RankChaos(chaos.Chaos):
+    """Its checks compare what ranks have decided: journal, nodes and slots."""
+
+    def _detach_and_attach(self) -> None:
+        """Refused with several ranks."""
+
+
+def measure_agreement(seconds: float = SECONDS) -> Iterator[Line]:
+    env = {**RANKS_ON_CPU, "SGLANG_EVICPRESS_FAULTS": "|".join(FAULTS)}
+    found = chaos.storm(seconds, num_questions=NUM_QUESTIONS, more=TWO_RANKS, env=env, make=RankChaos)
+    errors = {reason: count for reason, count in sorted(found.errors.items()) if count}
+    loaded = [found.sources[place] for place in ("device", "host", "storage")]
+    first = f"; first: {found.problems[0][:300]}" if found.problems else ""
+    yield Line(
+        f"two ranks with tiers, faults {' and '.join(FAULTS)}, for {seconds:g} s",
+        "identical journals, nodes and slots at every check, no hang, no wrong answer",
+        f"{found.num_requests} requests ({found.num_tokens} tokens), {found.num_wrong} wrong, {found.num_hung} hung, "
+        f"{found.num_checks} checks, {len(found.problems)} problems; tokens from GPU, host, SSD: "
+        f"{'/'.join(map(str, loaded))}; errors {errors}{first}",
+        not found.problems and found.num_requests > 0 and found.num_checks > 1 and min(loaded) > 0 and bool(errors),
+    )
+
+
+def measure_first_token() -> Iterator[Line]:
+    cases = []
+    for number in (1, 2):
+        with scratch(1 << 29) as folder:
+            cases.append(_case(folder / "ssd", number))
+    alone, shared = ([1e3 * statistics.median(times) for times in (case.from_tier, case.computed)] for case in cases)
+    yield Line(
+        f"time to first token of {NUM_TOKENS} tokens on the host, at 2 ranks against 1, on the CPU",
+        "printed",
+        f"loaded {shared[0]:.0f} against {alone[0]:.0f} ms, computed {shared[1]:.0f} against {alone[1]:.0f} ms",
+        all(case.is_loaded for case in cases),
+    )
+
+
+def _case(folder: Path, num_ranks: int) -> Case:
+    more, env = (TWO_RANKS, RANKS_ON_CPU) if num_ranks > 1 else ((), {})
+    with Server(*arguments(folder), *more, env=env) as server:
+        clock = Clock(server, 0)
+        clock.warm_up((NUM_TOKENS,))
+        return clock.measure("host", NUM_TOKENS)
+
+
+def measure() -> Iterator[Line]:
+    yield from measure_agreement()
+    yield from measure_first_token()
