@@ -133,7 +133,7 @@ def equal_quality(summary: Summary) -> Line:
 
 
 def resident(summary: Summary) -> Line:
-    """What the policy keeps of them."""
+    """Share of the tokens held that are in such forms, by alpha."""
     told = []
     for cell in summary.at(0.0):
         if cell.kind in WITH:
