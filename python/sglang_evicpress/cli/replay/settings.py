@@ -54,7 +54,7 @@ def make_settings(args: argparse.Namespace, trace: Trace, working_set_tokens: in
 
 
 def _groups(forms: Sequence[Form], shares: Shares, num_layers: int | None) -> LayerGroups:
-    """Groups of as many layers as are given, or a budget file has. Raises ValueError where neither tells, or they differ."""
+    """Groups of as many layers as are given, or a budget file has. ValueError where neither tells or both differ."""
     if num_layers is None:
         num_layers = next((len(each) for each in shares.values()), None)
     uneven = [form for form in forms if form.is_uneven]
