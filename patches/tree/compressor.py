@@ -26,7 +26,8 @@ from sglang_evicpress.patches.tree.layer_press import LayerPress, layout_of_laye
 from sglang_evicpress.patches.tree.model_identity import agreed
 from sglang_evicpress.patches.tree.node_kv import NodeSlots
 from sglang_evicpress.policy.layer_counts import NO_BUDGETS, LayerGroups
-from sglang_evicpress.press import PressInput, QueryWindow, select
+from sglang_evicpress.press import PressInput, QueryWindow, scored, select
+from sglang_evicpress.press.layers import select_by_layer
 from sglang_evicpress.survivors import SurvivorLayout, place
 from sglang_evicpress.tiers.entry.header import Shape
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
@@ -273,10 +274,8 @@ class Compressor:
             window=window,
             scale=self.scale,
         )
-        survivors = positions[0, :, :0].to(torch.int64)  # a split may have left nothing of some layers
-        if num_kept:
-            press = self.presses.of(form, [layer], keys.device)
-            survivors = select(press, node, num_kept, self.sinks)[0].to(torch.int64)
+        scores = scored(self.presses.of(form, [layer], keys.device), node, self.sinks)
+        survivors = select_by_layer(scores, [num_kept])[0].to(torch.int64)
         heads = torch.arange(self.num_heads, device=keys.device)[None, :]
         return (keys[survivors.T, heads], values[survivors.T, heads]), positions[0].gather(1, survivors)
 

@@ -1,4 +1,4 @@
-"""File of budgets per layer: shares that a search found, which a server expands to any number of tokens.
+"""File of layer budgets: shares that a search found, which a server expands to any number of tokens.
 
 JSON: ``{"format": "evicpress-layer-budgets", "version": 1, "num_layers": L, "shares": [L numbers, mean 1.0],
 "target": tokens, "note": {...}}``.

@@ -1,4 +1,4 @@
-"""Files of budgets per layer: what was written comes back, and anything else is one clear error."""
+"""Files of layer budgets: what was written comes back, and anything else is one clear error."""
 
 from __future__ import annotations
 
