@@ -3,6 +3,7 @@ that it held when it was first matched. It finds whoever writes into slots that 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import random
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import xxhash
 
 from sglang_evicpress.patches.tiers.types import Steps, Tiers
 from sglang_evicpress.patches.tree.node import iter_nodes, slots_of
@@ -83,9 +83,9 @@ class SlotChecks:
         return slots[torch.tensor(sorted(indices), dtype=torch.int64, device=slots.device)]
 
     def _digest(self, slots: torch.Tensor) -> bytes:
-        digest = xxhash.xxh3_128()
+        digest = hashlib.blake2b(digest_size=16)
         for buffer in self.buffers:
-            digest.update(buffer[slots].contiguous().view(torch.uint8).cpu().numpy())
+            digest.update(buffer[slots].contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return digest.digest()
 
     def _lose(self, node: Node) -> None:

@@ -62,6 +62,8 @@ def _of(about: Mapping[str, object], tensors: Mapping[str, Tensor]) -> QueryGeom
     facts = ModelFacts(**model)
     counts = facts.num_layers, facts.num_heads, facts.num_kv_heads, facts.head_dim
     num_tokens, max_offset = about["num_tokens"], about["max_offset"]
+    if not isinstance(num_tokens, int) or not isinstance(max_offset, int):
+        raise ValueError(f"it is about {about!r:.100}")
     texts = facts.name, facts.checkpoint
     if not all(type(n) is int and n < 2**63 for n in (*counts, num_tokens, max_offset)):
         raise ValueError(f"it is about {about!r:.100}")
