@@ -21,7 +21,7 @@ endif
 # older releases wait without end: so each environment has its own folder, and locks go before anything runs.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch-extensions
 
-SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house codecs releases budgets operator)
+SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house codecs releases budgets operator trust)
 
 .PHONY: help setup test check contract check-release drift dist demo $(SHOWS) chaos bench bench-load clean
 
@@ -45,8 +45,9 @@ help:
 	@echo "make show-house       measure the structure: sizes, types, names, prose, parts, and every other area at its quick size; 15 minutes"
 	@echo "make show-codecs      codecs: bytes, speed, loss, servers with bfloat16 KV beside a grid of fixed forms, simulation; at most 60 minutes"
 	@echo "make show-releases    every supported SGLang: exact, off is stock, salts, restart, budgets, storm; overhead; at most 75 minutes"
-	@echo "make show-budgets     budgets per layer and head on the small model: found, expanded, three seeds, one search; at most 45 minutes"
+	@echo "make show-budgets     layer budgets on the small model: found, expanded, three seeds, one search, heads, servers; at most 45 minutes"
 	@echo "make show-operator    series, alerts, page, floors, errors, commands; needs apt-get install prometheus chromium; at most 25 minutes"
+	@echo "make show-trust       KV events and SGLang's router, a million damaged files; needs pip install sglang-router; at most 60 minutes"
 	@echo "make show-... QUICK=1 the same in at most 2 minutes: smaller sizes, and what they cannot judge is not judged"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"

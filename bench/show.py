@@ -31,6 +31,7 @@ AREAS = {
     "codecs": "codecs",
     "releases": "releases",
     "operator": "operator",
+    "trust": "trust",
 }
 """Area -> its room of evicbench, whose module ``measurements`` lists what is measured."""
 

@@ -242,7 +242,7 @@ def _check_uneven(server_args: Any, config: EvicPressConfig) -> None:
     if server_args.tp_size > 1:
         raise UnsupportedError(
             f"{uneven} --tp-size {server_args.tp_size}: that ranks place these alike has not been shown yet, so leave "
-            "out the budget over layers, or use --tp-size 1"
+            "out the layer budget, or use --tp-size 1"
         )
     if config.decode.budget > 0:
         raise UnsupportedError(

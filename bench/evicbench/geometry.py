@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -24,12 +24,13 @@ from evicbench.testbed.vocabulary import ASK, EOS, load_vocabulary
 from sglang_evicpress.geometry.calibrate import CalibratedModel
 from sglang_evicpress.geometry.centres import QueryGeometry
 from sglang_evicpress.press import Press, PressInput, QueryWindow, get_press, select
+from sglang_evicpress.press.band_lengths import BandLengthsPress
 from sglang_evicpress.press.geometry import GeometryPress
 from sglang_evicpress.profiler.scorers.reference import token_f1
 from sglang_evicpress.tables import markdown
 
 OTHERS = ("snapkv", "keydiff")
-NAMES = ("geometry", "lengths alone", *OTHERS)
+NAMES = ("geometry", "band_lengths", *OTHERS)
 CALIBRATED_TOKENS = 64
 FRACTIONS = (0.8, 0.5, 0.35, 0.2, 0.1)
 NUM_TOKENS, NUM_CONTEXTS, NUM_QUESTIONS = 512, 12, 4
@@ -63,10 +64,8 @@ def geometry() -> QueryGeometry:
 
 
 def presses() -> dict[str, Press]:
-    """``lengths alone`` is geometry with centres of 0: no series of distances, and E|q_f| |k_f| by band."""
     whole = geometry()
-    lengths = replace(whole, centres=torch.zeros_like(whole.centres))
-    calibrated = {"geometry": GeometryPress(whole), "lengths alone": GeometryPress(lengths)}
+    calibrated = {"geometry": GeometryPress(whole), "band_lengths": BandLengthsPress(whole)}
     return {**calibrated, **{name: get_press(name) for name in OTHERS}}
 
 

@@ -2,7 +2,7 @@
 
 SGLang's ``req_to_token`` has a slot wherever any layer keeps a token. A group of layers that keeps fewer has a table of
 its own, whose rows are the slots that it fills, left-justified. They follow SGLang's rows lazily: only a batch with a
-row that differs brings those of its requests up to date. Nothing is allocated unless the menu has budgets over layers.
+row that differs brings those of its requests up to date. Nothing is allocated unless the menu has layer budgets.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class LayerGroupBackends:
 
     @classmethod
     def install_on(cls, model_runner: ModelRunner) -> LayerGroupBackends | None:
-        """Make the backends where the menu has budgets over layers; None else. Raises SystemExit for budgets that this
+        """Make the backends where the menu has layer budgets; None else. Raises SystemExit for budgets that this
         model cannot have."""
         group_rows.attach(None)
         config, pool = config_of(model_runner.server_args), model_runner.token_to_kv_pool

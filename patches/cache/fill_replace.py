@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class FillReplace:
-    """Gives nodes the KV of requests. ``tell_stored`` is told of nodes that the GPU has now, ``backup_parent`` of
-    children that wait for a parent to be copied, ``drop_window`` of nodes whose queries are of no more use."""
+    """Gives nodes the KV of requests. ``backup_parent`` is told of children that wait for a parent to be copied,
+    ``drop_window`` of nodes whose queries are of no more use."""
 
     nodes: Mapping[int, Node]
     placement: Copies
@@ -48,7 +48,6 @@ class FillReplace:
     window_of: Callable[[Node], QueryWindow | None]
     drop_window: Listener
     backup_parent: Listener
-    tell_stored: Listener
 
     def is_promotion(self, node: Node, view: PrefixView, gain: float = 0.0) -> bool:
         """True if a request's own KV is worth more than what the node holds, and may take its place now. ``gain``: by
@@ -111,7 +110,6 @@ class FillReplace:
         _set_full(node, value, is_lossy_prefix)
         self.placement.note_resident(node)
         self.ledger.add(len(node.key))
-        self.tell_stored(node)
         self.changes.changed(node)
         self.removal.drop_overlaps(node)
 

@@ -202,7 +202,7 @@ class TreeInspection:
         if extra_key not in self._shown_namespaces:
             while len(self._shown_namespaces) >= MAX_NAMESPACES:
                 del self._shown_namespaces[next(iter(self._shown_namespaces))]
-            self._shown_namespaces[extra_key] = keyed_hash(extra_key.encode(), self.key, 8)
+            self._shown_namespaces[extra_key] = keyed_hash(extra_key.encode("utf-8", "surrogatepass"), self.key, 8)
         return self._shown_namespaces[extra_key]
 
 

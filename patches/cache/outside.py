@@ -42,8 +42,6 @@ class Outside:
     root_of: Callable[[], Node]
     namespaces: Callable[[], Iterable[str | None]]
     delete: Callable[[Node], None]
-    tell_removed: Callable[[Node], None]
-    tell_stored: Callable[[Node], None]
     num_running: Callable[[], int]
     tree: Tree
 

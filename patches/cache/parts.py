@@ -20,6 +20,7 @@ from sglang_evicpress.patches.cache.quality_control import QualityControl
 from sglang_evicpress.patches.cache.recomputation import Recomputation
 from sglang_evicpress.patches.cache.served_hits import ServedHits
 from sglang_evicpress.patches.cache.served_kv import note_served_kv
+from sglang_evicpress.patches.cache.slot_checks import SlotChecks
 from sglang_evicpress.patches.cache.tier_parts import TierParts
 from sglang_evicpress.patches.cache.tree_parts import TreeParts
 from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
@@ -208,6 +209,13 @@ class Parts:
             mark_dirty=tree.background_clock.mark_dirty,
             slot_bytes=slot_bytes,
         )
+        self.slot_checks = SlotChecks(
+            config.slot_checks,
+            0,
+            (*compressor.k_buffers, *compressor.v_buffers),
+            tree.storage,
+            tiers.removal.drop,
+        )
         self.rounds = TierRounds(
             tree.storage,
             tree.background_clock,
@@ -304,6 +312,7 @@ class Parts:
             tree.queued_hits.forget,
             tree.quality.forget,
             tree.queries.drop,
+            self.slot_checks.forget,
         )
         changes.flushed.subscribe(
             tree.aside.clear,
@@ -312,6 +321,7 @@ class Parts:
             tree.queries.clear,
             tree.queued_hits.clear,
             tree.quality.clear,
+            self.slot_checks.clear,
         )
         terms.advanced.subscribe(self.moves.retry_failed, tree.quality.refresh_default)
         terms.advanced.subscribe(self.quality_control.follow_clock)

@@ -36,11 +36,12 @@ from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.cache.inspection import TreeInspection
 from sglang_evicpress.patches.cache.inspector import Inspector
 from sglang_evicpress.patches.cache.integrity import Integrity, num_running
+from sglang_evicpress.patches.cache.kv_events import KvEvents
 from sglang_evicpress.patches.cache.metrics import metrics_of
 from sglang_evicpress.patches.cache.outside import Outside
 from sglang_evicpress.patches.cache.parts import Parts
 from sglang_evicpress.patches.cache.statistics import Statistics
-from sglang_evicpress.patches.compat.release import RELEASE, REQUEST_KV
+from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_budget.inspection import RequestsInspection
 from sglang_evicpress.patches.decode_budget.passes import DecodePasses
@@ -90,8 +91,6 @@ class EvicPressCache(RadixCache):
             root_of=lambda: self.root_node,
             namespaces=lambda: (top.key.extra_key for top in self.root_node.children.values()),
             delete=self._delete_leaf,
-            tell_removed=lambda node: RELEASE.tell_removed(self, node),
-            tell_stored=lambda node: RELEASE.tell_stored(self, node),
             num_running=lambda: num_running(self.scheduler),
             tree=self,
         )
@@ -100,7 +99,9 @@ class EvicPressCache(RadixCache):
         self.changes, self.ledger, self.queue = tree.changes, tree.ledger, tree.queue
         self.queued_hits, self.terms = tree.queued_hits, tree.terms
         self.policy, self.quality = tree.policy, tree.quality
-        self.placement, self.shadows = tiers.placement, parts.shadows
+        self.placement, self.shadows, self.block_events = tiers.placement, parts.shadows, KvEvents(self)
+        if params.enable_kv_cache_events:
+            self.block_events.follow(tree.changes)
         self.background, self.views = parts.background, parts.views
         self.prefill_times = PrefillTimes(tree.terms.cost_model)
         self.scheduler: Any = None
@@ -198,7 +199,8 @@ class EvicPressCache(RadixCache):
         path: list[Any] = []
         num_resident = 0
         if not self.disable:
-            steps = usable_steps(params.req, self._steps(key), self.config.min_match_kept)
+            sound = self.parts.slot_checks.sound(self._steps(key))
+            steps = usable_steps(params.req, sound, self.config.min_match_kept)
             steps = steps[: self.parts.quality_control.note_match(params.req, steps)]
             num_resident = sum(node.value is not None for node, _ in steps)
             num_ready = self.parts.tiers.prefetcher.ready_to_load(params.req, steps, num_resident)
@@ -357,8 +359,6 @@ class EvicPressCache(RadixCache):
         kv = NodeKV(is_lossy_prefix=is_lossy_prefix, last_use=self._tick)
         node = self._attach_leaf(parent, key, value.clone(), kv, priority)
         self.ledger.add(len(key))
-        if not kv.is_shadow:
-            RELEASE.tell_stored(self, node)
         self.quality.find_profiles(node)
         self.changes.changed(node)
         return node
@@ -483,6 +483,11 @@ class EvicPressCache(RadixCache):
         if is_shadow_name(req.extra_key):
             token_ids = token_ids[: self.shadows.num_shadow_tokens(req)]
         return RadixKey(token_ids, req.extra_key).page_aligned(self.page_size)
+
+    def take_events(self) -> list[Any]:
+        """SGLang's KV events since it last asked; see ``KvEvents``."""
+        self.block_events.tell()
+        return list(super().take_events())
 
     def _update_leaf_status(self, node: Any) -> None:
         """SGLang's set of leaves to evict stays empty: the policy's index knows, and to look at all children for every

@@ -54,7 +54,6 @@ class TierParts:
             tree.ledger,
             tree.quality.quality_of_copy,
             tree.changes.changed,
-            outside.tell_stored,
             tree.menu.stored_bytes,
             slot_bytes,
         )
@@ -163,7 +162,6 @@ class TierParts:
             self.gpu_ops.window_of,
             tree.queries.drop,
             self.backup.backup_parent,
-            outside.tell_stored,
         )
         self.holds = Holds(nodes, tree.storage.now_s)
         self.checks = HostChecks(tree.storage, self.removal.invalidate_entry)

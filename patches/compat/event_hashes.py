@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from sglang.srt.disaggregation.kv_events import StorageMedium
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import compute_node_hash_values
+
+from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.tree.namespaces import salt_of, unsalted_key
+
+MEDIA = {Tier.GPU: StorageMedium.GPU, Tier.HOST: StorageMedium.CPU, Tier.SSD: StorageMedium.DISK}
+"""How SGLang calls the tiers."""
 
 
 class HashedNode(Protocol):
@@ -13,7 +21,17 @@ class HashedNode(Protocol):
     @property
     def parent(self) -> HashedNode | None: ...
 
+    key: RadixKey
     hash_value: list[str] | None
+
+
+class SaltedNode(HashedNode, Protocol):
+    """That of releases in which salts are apart from extra keys."""
+
+    @property
+    def parent(self) -> SaltedNode | None: ...
+
+    event_hash_value: list[str] | None
 
 
 def hash_above(node: HashedNode, page_size: int) -> None:
@@ -26,3 +44,34 @@ def hash_above(node: HashedNode, page_size: int) -> None:
         above = above.parent
     for each in reversed(nameless):
         each.hash_value = compute_node_hash_values(each, page_size)
+
+
+class UnsaltedNode:
+    """A node as SGLang would have it: the salt of its requests beside their extra key. What it is named is kept in the
+    node itself."""
+
+    def __init__(self, node: SaltedNode) -> None:
+        self._node = node
+        extra_key = node.key.extra_key
+        extra_key = extra_key and extra_key.encode("utf-8", "replace").decode()  # SGLang encodes it strictly
+        self.key = RadixKey(node.key.token_ids, unsalted_key(extra_key), cache_salt=salt_of(extra_key) or None)
+
+    @property
+    def parent(self) -> UnsaltedNode | None:
+        return None if self._node.parent is None else UnsaltedNode(self._node.parent)
+
+    @property
+    def hash_value(self) -> list[str] | None:
+        return self._node.hash_value
+
+    @hash_value.setter
+    def hash_value(self, names: list[str]) -> None:
+        self._node.hash_value = names
+
+    @property
+    def event_hash_value(self) -> list[str] | None:
+        return self._node.event_hash_value
+
+    @event_hash_value.setter
+    def event_hash_value(self, names: list[str]) -> None:
+        self._node.event_hash_value = names

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
+from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.compat import sglang_0_5_15, sglang_0_5_17, sglang_0_5_23
 from sglang_evicpress.patches.hook_points import of_release
 from sglang_evicpress.patches.tree.types import Batch
@@ -65,11 +66,14 @@ class Release(Protocol):
         """Free pages [n], each once, of an allocator with more than one slot a page, and wait for nothing on the
         device."""
 
-    def tell_stored(self, tree: Any, node: Any) -> None:
-        """A node's KV is on the GPU: to whoever listens to KV events. A block is named by all that is before it."""
+    def tell_stored(self, tree: Any, node: Any, tier: Tier) -> None:
+        """A tier has a node's KV: to whoever listens to KV events. A block is named by all that is before it."""
 
-    def tell_removed(self, tree: Any, node: Any) -> None:
-        """It is not any more."""
+    def tell_removed(self, tree: Any, node: Any, tier: Tier) -> None:
+        """It has it no more."""
+
+    def event_salt(self, extra_key: str | None) -> str:
+        """What of a namespace is in the names of its blocks: others with the same have equal names for equal tokens."""
 
 
 class RequestKV(Protocol):

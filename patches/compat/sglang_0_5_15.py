@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from sglang.srt.disaggregation.kv_events import StorageMedium
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-from sglang_evicpress.patches.compat.event_hashes import HashedNode, hash_above
+from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.compat.event_hashes import MEDIA, HashedNode, hash_above
 from sglang_evicpress.patches.tree.types import Batch
 
 ALLOCATION = "sglang.srt.mem_cache.common"
@@ -95,8 +97,8 @@ class Telling(Protocol):
     enable_kv_cache_events: bool
     page_size: int
 
-    def _record_store_event(self, node: object) -> None: ...
-    def _record_remove_event(self, node: object) -> None: ...
+    def _record_store_event(self, node: object, medium: StorageMedium) -> None: ...
+    def _record_remove_event(self, node: object, medium: StorageMedium) -> None: ...
 
 
 def row_of(req: RequestWithKV) -> int | None:
@@ -190,11 +192,14 @@ def give_back_pages(allocator: Pages, pages: torch.Tensor) -> None:
         allocator.free_pages = torch.cat((pages, allocator.free_pages))
 
 
-def tell_stored(tree: Telling, node: HashedNode) -> None:
-    if tree.enable_kv_cache_events:
-        hash_above(node, tree.page_size)
-    tree._record_store_event(node)
+def tell_stored(tree: Telling, node: HashedNode, tier: Tier) -> None:
+    hash_above(node, tree.page_size)
+    tree._record_store_event(node, MEDIA[tier])
 
 
-def tell_removed(tree: Telling, node: object) -> None:
-    tree._record_remove_event(node)
+def tell_removed(tree: Telling, node: object, tier: Tier) -> None:
+    tree._record_remove_event(node, MEDIA[tier])
+
+
+def event_salt(extra_key: str | None) -> str:
+    return ""

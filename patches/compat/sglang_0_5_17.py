@@ -9,6 +9,7 @@ from sglang_evicpress.patches.compat.sglang_0_5_15 import KEY_FIELDS as KEY_FIEL
 from sglang_evicpress.patches.compat.sglang_0_5_15 import PREFIX_SLOTS as PREFIX_SLOTS
 from sglang_evicpress.patches.compat.sglang_0_5_15 import SENT_ONCE as SENT_ONCE
 from sglang_evicpress.patches.compat.sglang_0_5_15 import UPDATE_SESSIONS as UPDATE_SESSIONS
+from sglang_evicpress.patches.compat.sglang_0_5_15 import event_salt as event_salt
 from sglang_evicpress.patches.compat.sglang_0_5_15 import free_pages as free_pages
 from sglang_evicpress.patches.compat.sglang_0_5_15 import give_back_pages as give_back_pages
 from sglang_evicpress.patches.compat.sglang_0_5_15 import loaded as loaded

@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from sglang.srt.disaggregation.kv_events import StorageMedium
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-from sglang_evicpress.patches.compat.event_hashes import HashedNode, hash_above
+from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.compat.event_hashes import MEDIA, SaltedNode, UnsaltedNode, hash_above
 from sglang_evicpress.patches.compat.sglang_0_5_17 import ALLOCATION as ALLOCATION
 from sglang_evicpress.patches.compat.sglang_0_5_17 import EVICTS_SHORTFALL as EVICTS_SHORTFALL
 from sglang_evicpress.patches.compat.sglang_0_5_17 import batch_of as batch_of
 from sglang_evicpress.patches.compat.sglang_0_5_17 import current_batch as current_batch
+from sglang_evicpress.patches.tree.namespaces import salt_of
 
 PREFIX_SLOTS = "_prefix_kv_indices"
 BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init"
@@ -87,14 +91,31 @@ class Pages(Protocol):
     def free_page_ids(self, page_ids: torch.Tensor) -> None: ...
 
 
+class AdapterNames(Protocol):
+    """SGLang's KvEventLoraNames: adapters by the extra keys of their requests."""
+
+    def get(self, extra_key: str | None) -> str | None: ...
+    def register(self, req: object, lora_name: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A request, as far as it is read to name its adapter."""
+
+    extra_key: str | None
+    lora_id: str
+
+
 class Events(Protocol):
     """SGLang's KVCacheEventRecorder."""
 
     enabled: bool
     page_size: int
 
-    def record_store(self, node: object) -> None: ...
-    def record_remove(self, node: object) -> None: ...
+    lora_names: AdapterNames
+
+    def record_store(self, node: object, medium: StorageMedium) -> None: ...
+    def record_remove(self, node: object, medium: StorageMedium) -> None: ...
 
 
 class Telling(Protocol):
@@ -187,11 +208,23 @@ def give_back_pages(allocator: Pages, pages: torch.Tensor) -> None:
     allocator.free_page_ids(pages)
 
 
-def tell_stored(tree: Telling, node: HashedNode) -> None:
-    if tree.kv_events.enabled:
-        hash_above(node, tree.kv_events.page_size)
-    tree.kv_events.record_store(node)
+def tell_stored(tree: Telling, node: SaltedNode, tier: Tier) -> None:
+    hash_above(node, tree.kv_events.page_size)
+    tree.kv_events.record_store(_unsalted(tree, node), MEDIA[tier])
 
 
-def tell_removed(tree: Telling, node: object) -> None:
-    tree.kv_events.record_remove(node)
+def tell_removed(tree: Telling, node: SaltedNode, tier: Tier) -> None:
+    tree.kv_events.record_remove(_unsalted(tree, node), MEDIA[tier])
+
+
+def event_salt(extra_key: str | None) -> str:
+    return salt_of(extra_key)
+
+
+def _unsalted(tree: Telling, node: SaltedNode) -> UnsaltedNode:
+    """The node, whose adapter SGLang knows by the extra key that has no salt in it as well."""
+    unsalted, names = UnsaltedNode(node), tree.kv_events.lora_names
+    name = names.get(node.key.extra_key)
+    if name is not None and names.get(unsalted.key.extra_key) is None:
+        names.register(Named(unsalted.key.extra_key, name), name)
+    return unsalted

@@ -16,6 +16,7 @@ from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.introspect.openapi import EVENTS, PAGE, responses
 from sglang_evicpress.introspect.operation import PREFIX, Access, stable_path
 from sglang_evicpress.introspect.operations import encode
+from sglang_evicpress.introspect.schemas import TEXT
 from sglang_evicpress.patches.http.access import AccessRules, level_of
 from sglang_evicpress.patches.http.events import EventHub, Listener
 from sglang_evicpress.patches.http.replies import VERSION_HEADERS, json_response
@@ -27,7 +28,6 @@ SEND_S = 10.0
 """A listener who takes no bytes for so long is left."""
 
 _EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **VERSION_HEADERS}
-_TEXT = {"type": "string"}
 
 
 class EventStream(StreamingResponse):
@@ -57,9 +57,9 @@ class EventStream(StreamingResponse):
 def add_dashboard(app: FastAPI) -> None:
     """The page has no figures in it, and is for everybody; the events are as the other descriptions of the cache."""
     app.add_api_route(PREFIX, _to_page, methods=["GET"], include_in_schema=False)
-    page = {"summary": PAGE, "tags": ["evicpress"], "responses": responses(PAGE, "text/html", _TEXT, (401,))}
+    page = {"summary": PAGE, "tags": ["evicpress"], "responses": responses(PAGE, "text/html", TEXT, (401,))}
     app.add_api_route(f"{PREFIX}/", _page, methods=["GET"], response_class=Response, openapi_extra=page)
-    answers = responses(EVENTS, "text/event-stream", _TEXT, (401, 503))
+    answers = responses(EVENTS, "text/event-stream", TEXT, (401, 503))
     events = {"summary": EVENTS, "tags": ["evicpress"], "responses": answers}
     for path in (stable_path(EVENTS_PATH), EVENTS_PATH):
         endpoint = auth_level(level_of(Access.READ))(_events)

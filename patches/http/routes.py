@@ -160,8 +160,8 @@ def add_routes(
     for route in routes():
         for path in (stable_path(route.path), route.path):
             endpoint = auth_level(level_of(route.access))(_endpoint(route))
-            options = {"methods": [route.method], "response_class": Response, "openapi_extra": described(route)}
-            app.add_api_route(path, endpoint, **options)
+            published = described(route)
+            app.add_api_route(path, endpoint, methods=[route.method], response_class=Response, openapi_extra=published)
     add_dashboard(app)
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     for path in (PREFIX, PREFIX + "/{rest:path}"):  # last: a wrong path or method gets a reason too

@@ -170,10 +170,12 @@ class Shadows:
             "num_present": num_present,
         }
 
-    def make_shadow_form(self, space_id: int, form: Form) -> dict[str, object]:
-        """Keep of the exact copy what ``form`` keeps, in a namespace of its own."""
+    def make_shadow_form(self, space_id: int, form: Form, layer_tokens: Sequence[int] = ()) -> dict[str, object]:
+        """Keep of the exact copy what ``form`` keeps, or what its press keeps where layers keep ``layer_tokens``, in a
+        namespace of its own."""
         space = self._space(space_id)
-        self.menu.check_budget(form)
+        if not layer_tokens:
+            self.menu.check_budget(form)
         if form in space.forms:
             raise ValueError(f"shadow {space_id} has {form} already: drop it first")
         path, num_present = self._exact_part(RadixKey(space.tokens, space.exact))
@@ -192,8 +194,12 @@ class Shadows:
         if form.press is not None and PRESSES[form.press].needs_geometry and self.compressor.geometry is None:
             raise ValueError(f"shadow {space_id} cannot be brought to {form}: {MISSING}")
         sinks = self.nodes.sinks_of(num_tokens, 0)
-        num_kept = self.menu.num_slots(form, num_tokens, sinks)
-        kept = self.menu.layer_counts(form, num_tokens, sinks) if form.is_uneven else num_kept
+        kept: int | tuple[int, ...] = self.menu.num_slots(form, num_tokens, sinks)
+        if layer_tokens:
+            kept = self.menu.given_counts(layer_tokens, num_tokens, sinks)
+        elif form.is_uneven:
+            kept = self.menu.layer_counts(form, num_tokens, sinks)
+        num_kept = kept if isinstance(kept, int) else max(kept)
         last = path[-1]
         self.tree.inc_lock_ref(last)
         try:

@@ -34,15 +34,13 @@ SMALL_SHARE = 1 / 4  # of an SSD entry
 @dataclass(eq=False, repr=False)
 class Placement:
     """Table of copies. ``lower_copies_of``: by node id, what lower tiers have of it. ``on_changed`` is told
-    every node whose copies change, ``tell_stored`` every node that comes back to the GPU. ``stored_bytes``: what a form
-    takes below the GPU, by its raw bytes."""
+    every node whose copies change. ``stored_bytes``: what a form takes below the GPU, by its raw bytes."""
 
     storage: Tiers
     names: Names
     ledger: Slots
     quality_of_copy: Callable[[Node, Copy], float]
     on_changed: Listener
-    tell_stored: Listener
     stored_bytes: Callable[[Form, float], int]
     slot_bytes: int
 
@@ -136,7 +134,6 @@ class Placement:
         node.value = value
         self.ledger.add(len(slots), is_locked=node.lock_ref > 0)
         self.note_resident(node)
-        self.tell_stored(node)
         self.on_changed(node)
         return value
 

@@ -22,7 +22,6 @@ class Leaves(Protocol):
         """Another one after a flush."""
 
     def delete(self, node: Node, /) -> None: ...
-    def tell_removed(self, node: Node, /) -> None: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -51,8 +50,6 @@ class Removal:
         try:
             self.placement.remove_copies(node)
             if node.value is not None:
-                if not node.kv.is_shadow:  # users' nodes of the same tokens would be taken for gone
-                    self.leaves.tell_removed(node)
                 self.ledger.free(slots_of(node))
         except Exception:
             if node.value is not None or node.kv.copies:
@@ -98,7 +95,6 @@ class Removal:
         self.placement.note_left_gpu(node)
         self.placement.show(node)
         self.ledger.remove(freed)
-        self.leaves.tell_removed(node)
         self.changes.changed(node)
         self.changes.left_gpu(node)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from sglang_evicpress.codec import NotFiniteError
 from sglang_evicpress.codec.layout import layout_of
 from sglang_evicpress.core import Form
 from sglang_evicpress.device import HostCopy, to_device
-from sglang_evicpress.error_text import code_path
 from sglang_evicpress.geometry.centres import QueryGeometry
 from sglang_evicpress.kernels.compact import compact
 from sglang_evicpress.kernels.group_codec import decode, encode
@@ -25,13 +23,13 @@ from sglang_evicpress.patches.tree.form_presses import FormPresses
 from sglang_evicpress.patches.tree.layer_press import LayerPress, layout_of_layers
 from sglang_evicpress.patches.tree.model_identity import agreed
 from sglang_evicpress.patches.tree.node_kv import NodeSlots
+from sglang_evicpress.patches.tree.tries import agree, raised, tried_here
 from sglang_evicpress.policy.layer_counts import NO_BUDGETS, LayerGroups
-from sglang_evicpress.press import PressInput, QueryWindow, select
+from sglang_evicpress.press import PressInput, QueryWindow, scored, select
+from sglang_evicpress.press.layers import select_by_layer
 from sglang_evicpress.survivors import SurvivorLayout, place
 from sglang_evicpress.tiers.entry.header import Shape
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
-
-logger = logging.getLogger(__name__)
 
 Chosen: TypeAlias = tuple[PressInput, torch.Tensor, torch.Tensor]
 """A node, the survivors chosen of it, int32 [layers, heads, m], and the slots that hold them now [m]."""
@@ -43,8 +41,6 @@ Made = TypeVar("Made")
 
 Placed: TypeAlias = tuple[SurvivorLayout, torch.Tensor]
 """Where the survivors of a node are, and its logical value, int64 [tokens]."""
-
-_FINE, _NO_MEMORY, _FAILED = range(3)  # how it went on a rank; the worst counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +154,7 @@ class Compressor:
         moved by then.
         """
         if id(node.slots) in self._ahead:
-            return _raised(self._ahead.pop(id(node.slots))[1])
+            return raised(self._ahead.pop(id(node.slots))[1])
         if isinstance(num_kept, tuple):
             self.wait_for_forward(node.slots)
             return self._by_layers.compress(partial(self.presses.of, form), node, num_kept, self.scale)
@@ -273,10 +269,8 @@ class Compressor:
             window=window,
             scale=self.scale,
         )
-        survivors = positions[0, :, :0].to(torch.int64)  # a split may have left nothing of some layers
-        if num_kept:
-            press = self.presses.of(form, [layer], keys.device)
-            survivors = select(press, node, num_kept, self.sinks)[0].to(torch.int64)
+        scores = scored(self.presses.of(form, [layer], keys.device), node, self.sinks)
+        survivors = select_by_layer(scores, [num_kept])[0].to(torch.int64)
         heads = torch.arange(self.num_heads, device=keys.device)[None, :]
         return (keys[survivors.T, heads], values[survivors.T, heads]), positions[0].gather(1, survivors)
 
@@ -345,7 +339,7 @@ class Compressor:
     def _placed(self, choose: Callable[[], Chosen], num_kept: int) -> Placed:
         """The layout and logical value of the node of which ``choose`` keeps ``num_kept`` entries in every head."""
         if self._group is not None:
-            return _raised(self._placed_by_all([(choose, num_kept)])[0])
+            return raised(self._placed_by_all([(choose, num_kept)])[0])
         node, survivors, kept_per_head = choose()
         kept = node.positions.gather(2, survivors.to(torch.int64))
         logical = place(kept, node.start, self.page_size)
@@ -372,8 +366,8 @@ class Compressor:
             rows = [each.rows for each in tried if isinstance(each, _Prepared)]
             return list(torch.cat(rows, 1).cpu().split([each.shape[1] for each in rows], 1)) if rows else []
 
-        tried = [_tried(partial(prepare, choose)) for choose, _ in choices]
-        gathered = _tried(gather)
+        tried = [tried_here(partial(prepare, choose)) for choose, _ in choices]
+        gathered = tried_here(gather)
         if isinstance(gathered, Exception):
             tried, gathered = [gathered] * len(tried), []
         parts = iter(gathered)
@@ -381,7 +375,7 @@ class Compressor:
             torch.zeros(2, num_kept, dtype=torch.int64) if isinstance(each, Exception) else next(parts)
             for each, (_, num_kept) in zip(tried, choices, strict=True)
         ]
-        agreed = self._agreed(tried, [rows[0] for rows in hosted])
+        agreed = agree(tried, [rows[0] for rows in hosted], self._group)
         placed: list[Placed | Exception] = []
         for each, (_, slots), last in zip(tried, hosted, agreed, strict=True):
             if isinstance(last, Exception):
@@ -393,36 +387,13 @@ class Compressor:
         return placed
 
     def _by_all(self, run: Callable[[], Made]) -> Made:
-        """Result of ``run``, if it succeeds on every rank; see ``_agreed`` for what is raised else."""
+        """Result of ``run``, if it succeeds on every rank; see ``tries.agree`` for what is raised else."""
         if self._group is None:
             return run()
-        made = _tried(run)
-        (agreed,) = self._agreed([made], [torch.empty(0, dtype=torch.int64)])
-        _raised(agreed)
-        return _raised(made)
-
-    def _agreed(self, tried: Sequence[object], values: Sequence[torch.Tensor]) -> list[torch.Tensor | Exception]:
-        """Agreement of ranks: for each try an exception, or its ``values`` (int64 [n], on the host) as maximum over
-        ranks, if it went well on every rank.
-
-        One collective, whatever happens. Else each rank has an exception for it: torch.OutOfMemoryError where one had
-        no device memory left; after any other exception RuntimeError, so that none goes on as if nothing were.
-        """
-        outcomes = [torch.tensor([_outcome_of(each)]) for each in tried]
-        reduced = torch.cat([part for pair in zip(values, outcomes, strict=True) for part in pair])
-        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=self._group)
-        results: list[torch.Tensor | Exception] = []
-        for each, part in zip(tried, reduced.split([len(row) + 1 for row in values]), strict=True):
-            worst, error = int(part[-1]), each if isinstance(each, Exception) else None
-            if worst == _FINE:
-                results.append(part[:-1])
-            elif worst == _NO_MEMORY:
-                results.append(error or torch.OutOfMemoryError("another rank has no device memory for it"))
-            else:
-                failure = RuntimeError("evicpress: a rank failed at what all must do: see its log")
-                failure.__cause__ = error
-                results.append(failure)
-        return results
+        made = tried_here(run)
+        (agreed,) = agree([made], [torch.empty(0, dtype=torch.int64)], self._group)
+        raised(agreed)
+        return raised(made)
 
     def _input(self, node: NodeSlots) -> PressInput:
         if node.layout is not None:
@@ -480,26 +451,3 @@ class Compressor:
         agreed = values.cpu()
         dist.all_reduce(agreed, op=op, group=self._group)
         return agreed.to(values.device)
-
-
-def _tried(run: Callable[[], Made]) -> Made | Exception:
-    """Result of ``run``, or the exception that it raises, which is logged unless it is for want of memory."""
-    try:
-        return run()
-    except torch.OutOfMemoryError as error:
-        return error
-    except Exception as error:  # noqa: BLE001 - raised on every rank
-        logger.error("evicpress: this rank failed at what all must do: %s", code_path(error))
-        return error
-
-
-def _outcome_of(tried: object) -> int:
-    if isinstance(tried, torch.OutOfMemoryError):
-        return _NO_MEMORY
-    return _FAILED if isinstance(tried, Exception) else _FINE
-
-
-def _raised(outcome: Made | Exception) -> Made:
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome

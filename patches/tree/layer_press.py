@@ -10,10 +10,10 @@ import torch
 
 from sglang_evicpress.device import HostCopy, to_device
 from sglang_evicpress.kernels.compact import compact
-from sglang_evicpress.kernels.select import select_survivors
 from sglang_evicpress.patches.tree.node_kv import NodeSlots
 from sglang_evicpress.policy.layer_counts import LayerGroups
-from sglang_evicpress.press import Press, PressInput, select
+from sglang_evicpress.press import Press, PressInput, scored
+from sglang_evicpress.press.layers import select_by_layer
 from sglang_evicpress.survivors import EMPTY, Filling, SurvivorLayout, place_groups
 
 PressOf = Callable[[Sequence[int]], Press]
@@ -56,7 +56,7 @@ class LayerPress:
         kept = []
         for group, count in enumerate(counts):
             given = self._input(group, node, scale)
-            kept.append(self._kept(group, given, self._select(press_of(self._layers[group]), given, count)))
+            kept.append(self._kept(group, given, scored(press_of(self._layers[group]), given, self._sinks), count))
         return self._compacted(node, kept)
 
     def copy_compressed(
@@ -66,7 +66,7 @@ class LayerPress:
         kept = []
         for group, count in enumerate(counts):
             given = self._input(group, node, scale)
-            kept.append(self._kept(group, given, self._select(press_of(self._layers[group]), given, count)))
+            kept.append(self._kept(group, given, scored(press_of(self._layers[group]), given, self._sinks), count))
         logical, places = self._placed(node, kept)
         for each, place in zip(kept, places, strict=True):
             self.copy_survivors(each.layers, each.slots, each.survivors, into[place])
@@ -97,12 +97,10 @@ class LayerPress:
         kept = []
         for group, count in enumerate(counts):
             given = self._input(group, node, scale)
-            scores = torch.zeros(given.positions.shape, device=given.positions.device)
-            if len(given.slots):
-                scores = press_of(self._layers[group]).score(given)
+            scores = scored(press_of(self._layers[group]), given, 0)
             scores = scores.nan_to_num()  # finite, so that overlaps really come last
             scores = scores.masked_fill(to_device(overlaps[group], node.slots.device), float("-inf"))
-            kept.append(self._kept(group, given, select_survivors(scores, count)))
+            kept.append(self._kept(group, given, scores, count))
         return self._compacted(node, kept)
 
     def _input(self, group: int, node: NodeSlots, scale: float) -> PressInput:
@@ -129,11 +127,8 @@ class LayerPress:
             scale=scale,
         )
 
-    def _select(self, press: Press, given: PressInput, count: int) -> torch.Tensor:
-        """A split may have left nothing of some layers."""
-        return select(press, given, count, self._sinks) if count else given.positions[..., :0].contiguous()
-
-    def _kept(self, group: int, given: PressInput, survivors: torch.Tensor) -> _Kept:
+    def _kept(self, group: int, given: PressInput, scores: torch.Tensor, count: int) -> _Kept:
+        survivors = torch.stack(select_by_layer(scores, [count] * len(scores)))
         positions = given.positions.gather(2, survivors.to(torch.int64))
         return _Kept(self._layers[group], given.slots, survivors, positions)
 

@@ -242,6 +242,15 @@ class EvicPressConfig:
         flag="disable_online_profiling",
     )
     decode: DecodeFlags = Field(default_factory=DecodeFlags)
+    slot_checks: float = setting(
+        0.0,
+        "a number from 0 to 1",
+        "Share of the slots of each compressed or loaded prefix part whose KV is compared with what it was whenever it "
+        "is matched; what has changed is a miss. For looking into wrong answers: it costs a read of these slots",
+        shown="0, nothing is compared",
+        ge=0,
+        le=1,
+    )
     max_queue_s: float | None = setting(
         None,
         "finite seconds above 0",

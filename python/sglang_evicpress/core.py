@@ -24,6 +24,7 @@ PRESSES: dict[str, PressTraits] = {
     "snapkv": PressTraits(needs_queries=True),
     "value_key_ratio": PressTraits(),
     "geometry": PressTraits(needs_geometry=True),
+    "band_lengths": PressTraits(needs_geometry=True),
     "streaming": PressTraits(),
     "random": PressTraits(),
 }
@@ -52,7 +53,7 @@ CODECS: dict[str, CodecTraits] = {
 
 
 UNIFORM, PYRAMID = "uniform", "pyramid"
-"""Budgets over layers that need no file: equally many tokens in every layer, or most in the lowest one."""
+"""Layer budgets that need no file: equally many tokens in every layer, or most in the lowest one."""
 
 _BUDGET = re.compile(r"[0-9A-Za-z_.-]{1,64}")
 

@@ -81,7 +81,7 @@ def file_path(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class LayerFlags:
-    """Budgets over layers, which the forms of the menu name. ``shares`` are those of budget files, by name."""
+    """Layer budgets, which the forms of the menu name. ``shares`` are those of budget files, by name."""
 
     budget: Annotated[str, AfterValidator(file_path)] | None = setting(
         None,
@@ -94,7 +94,7 @@ class LayerFlags:
     max_counts: int = setting(
         4,
         f"a whole number of at least 1, at most {MAX_LAYER_COUNTS}",
-        "Different numbers of tokens that layers of one node may keep, to which budgets over layers are rounded: "
+        "Different numbers of tokens that layers of one node may keep, to which layer budgets are rounded: "
         "attention prepares each step once for each",
         key="max_layer_counts",
         ge=1,

@@ -139,6 +139,7 @@ def tell_kv_events(cache: Any) -> None:
         cache.kv_events.enabled = True
     else:
         cache.enable_kv_cache_events = True
+    cache.block_events.follow(cache.changes)
 
 
 def updates_weights(update: Callable[[], Any]) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def test_uneven_layers_are_refused_with_more_than_one_rank_and_with_budgets_of_r
     assert "leave out one of the two" in sentence
     server_args.tp_size = 2
     sentence = _refuse(f"{named} --tp-size 2", server_args, uneven)
-    assert "leave out the budget over layers, or use --tp-size 1" in sentence
+    assert "leave out the layer budget, or use --tp-size 1" in sentence
 
 
 @pytest.mark.parametrize("tokens", [0, 256])

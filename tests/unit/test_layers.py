@@ -43,7 +43,7 @@ TABLE = {
     "asked_retention": Layer(("error_text",)),
     "files": Layer((), ("orjson",)),
     "validation": Layer((), ("pydantic",)),
-    # Budgets per layer: their arithmetic, their files, and the search for them.
+    # Layer budgets: their arithmetic, their files, and the search for them.
     "search": Layer((*PURE, "files"), ("cmaes", "numpy", "orjson")),
     "flag_groups": Layer((), ("pydantic",)),
     "config": Layer((*PURE, "asked_quality", "flag_groups", "files", "search", "validation"), ("pydantic",)),
@@ -82,7 +82,7 @@ TABLE = {
     ),
     # Systems side by side, as users meet them: real servers, which it only talks to.
     "benchmark": Layer(
-        ("config", "core", "files", "profiler", "progress", "quantiles", "tables", "validation"),
+        ("config", "core", "files", "profiler", "progress", "quantiles", "search", "tables", "validation"),
         ("aiohttp", "httpx", "matplotlib", "numpy", "orjson", "psutil", "pydantic", "transformers", "yaml"),
     ),
     # The only writer of state, and what is asked and shown of it.
@@ -244,8 +244,8 @@ BENCH_FLOORS = (
     ("moves", "plugins", "pytest_runs", "streams", "stress"),
     ("correctness", "demo", "house", "policy"),
     ("decode_budget", "geometry", "gpu", "serving", "tiers"),
-    ("budgets", "codecs", "kernels_cpu", "load", "mend", "operator", "profiler", "releases"),
-    ("families",),
+    ("budgets", "codecs", "kernels_cpu", "load", "mend", "profiler", "releases", "trust"),
+    ("families", "operator"),
 )
 """Rooms of the benchmarks, the lowest floor first: a room imports itself and rooms of lower floors."""
 

@@ -1,1 +1,1 @@
-"""Budgets per layer and per head on the small trained model: searched, and compared on questions never searched on."""
+"""Layer budgets, and heads that share slots, on the small trained model: searched, and compared on other questions."""

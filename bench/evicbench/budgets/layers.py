@@ -1,4 +1,4 @@
-"""Budgets per layer on held-out questions: beside uniform ones and a pyramid, expanded, of three seeds, on other tasks,
+"""Layer budgets on held-out questions: beside uniform ones and a pyramid, expanded, of three seeds, on other tasks,
 and searched anew."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Measurements of `make show-budgets`: the committed files of `configs/budgets` on questions never searched on, and one
-search made anew. One thread: contexts are small, and side by side in one pass."""
+"""Measurements of `make show-budgets`: the committed files of `configs/budgets` on questions never searched on, one
+search made anew, and real servers with them. One thread: contexts are small, and side by side in one pass."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from evicbench.budgets.layers import (
     measure_search,
     measure_seeds,
 )
+from evicbench.budgets.serving import measure_serving
 from evicbench.budgets.windows import measure_windows
 from evicbench.pytest_runs import run_tests, together, verdict
 from evicbench.report import Line, Measure, Measurement, unjudged
@@ -24,7 +25,7 @@ from evicbench.report import Line, Measure, Measurement, unjudged
 TESTS = (
     ("equations 1 and 2, groups, completion, a planted optimum", ("tests/unit/search",)),
     ("answers over uneven survivors: those of a mask per layer and head", ("tests/unit/profiler/local",)),
-    ("slots shared by heads", ("tests/unit/press/test_uneven.py",)),
+    ("slots shared by heads", ("tests/unit/press/test_layers.py",)),
 )
 QUICK_CONTEXTS = 32
 
@@ -56,4 +57,5 @@ MEASUREMENTS = {
     "question-window": Measurement(one_thread(measure_windows)),
     "heads": Measurement(one_thread(measure_heads)),
     "clusters": Measurement(one_thread(measure_clusters)),
+    "serving": Measurement(measure_serving),
 }

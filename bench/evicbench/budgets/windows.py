@@ -12,8 +12,7 @@ from evicbench.budgets.layers import HELD_OUT, rivals
 from evicbench.budgets.questions import BATCH, PRESS, Kept, Questions, Scores, mean, objective_of, tasks_of, testbed
 from evicbench.budgets.searches import TRANSFERRED, Search, committed
 from evicbench.report import Line
-from sglang_evicpress.press import get_press
-from sglang_evicpress.press.uneven import scored
+from sglang_evicpress.press import get_press, scored
 from sglang_evicpress.profiler.local.objective import SINKS, Task
 
 NUM_CONTEXTS = 252

@@ -160,10 +160,11 @@ class Hostile:
     async def _note(self, response: aiohttp.ClientResponse, what: str) -> None:
         await response.read()
         self.statuses[str(response.status)] += 1
+        is_refusal = response.status >= 400 and response.status != 401 and "/evicpress" in what  # 401 is SGLang's
         if response.status in (500, 502) or (response.status == 503 and "Retry-After" not in response.headers):
             self.problems[f"{what}: {response.status} {(await response.text())[:160]}"] += 1
-        elif response.status >= 400 and response.status != 401 and "/evicpress" in what:  # 401 is SGLang's
-            self.problems[f"{what}: {response.status} without one reason"] += not _has_reason(await response.read())
+        elif is_refusal and not _has_reason(await response.read()):
+            self.problems[f"{what}: {response.status} without one reason"] += 1
 
     # ---- what hostile clients do
 

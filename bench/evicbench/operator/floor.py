@@ -135,23 +135,25 @@ def _play(
     for _ in range(num_requests):
         for served, fields in ((without, {}), (with_floor, {"kv_quality": FLOOR})):
             prompt = rng.choice(_prompts(rng.choice(contexts)))
-            before = reader.read_when_quiet()
+            prompt_ids, before = load_vocabulary().encode(prompt), reader.read_when_quiet()
+            before.note_qualities(prompt_ids)
             answer = _complete(server, prompt, **fields)
             usage = answer["usage"]["kv_cache"]  # type: ignore[index]
             num_cached = usage["exact_tokens"] + usage["lossy_tokens"]
             f1 = token_f1(str(answer["choices"][0]["text"]), exact[prompt])  # type: ignore[index]
-            served.add(f1, usage, before.walk(load_vocabulary().encode(prompt), num_cached))
+            served.add(f1, usage, before.walk(prompt_ids, num_cached))
     return with_floor, without
 
 
 def _lines(with_floor: Served, without: Served, num_requests: int, violations: Sequence[str]) -> Iterator[Line]:
     f1, lossy = mean(with_floor.f1), with_floor.f1_of_lossy
+    of_lossy = mean(lossy) if lossy else 0.0
     others = f"without a floor {mean(without.f1):.3f}, {len(without.f1_of_lossy)} upon lossy KV"
     yield Line(
         f"kv_quality {FLOOR} in the OpenAI body under pressure: measured quality, F1 beside answers over exact KV",
         f">= {FLOOR} over {num_requests} requests, and over those served lossy KV, of which there are some",
-        f"{f1:.3f} over {len(with_floor.f1)}; {mean(lossy):.3f} over {len(lossy)} upon lossy KV; {others}",
-        f1 >= FLOOR and len(lossy) >= num_requests // 20 and mean(lossy) >= FLOOR,
+        f"{f1:.3f} over {len(with_floor.f1)}; {of_lossy:.3f} over {len(lossy)} upon lossy KV; {others}",
+        f1 >= FLOOR and len(lossy) >= num_requests // 20 and of_lossy >= FLOOR,
     )
     below = [quality for quality in with_floor.qualities if quality < FLOOR - 1e-6]
     num_others = sum(quality < FLOOR for quality in without.qualities)

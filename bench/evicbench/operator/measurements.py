@@ -15,12 +15,8 @@ from evicbench.pytest_runs import run_tests, together, verdict
 from evicbench.report import Line, Measurement, unjudged
 
 ERRORS = (
-    *("tests/unit/test_config.py", "tests/unit/test_asked_quality.py", "tests/unit/introspect/test_introspect.py"),
-    *(
-        "tests/contract/test_refusals.py",
-        "tests/contract/http/test_control.py",
-        "tests/unit/cli/replay/test_odd_input.py",
-    ),
+    *("tests/unit/test_errors.py", "tests/unit/cli/replay/test_odd_input.py"),
+    *("tests/contract/test_refusals.py", "tests/contract/http/test_control.py"),
 )
 COMMANDS = ("tests/contract/test_documented_commands.py", "tests/unit/cli/test_commands.py")
 HOSTILE_S = 60.0

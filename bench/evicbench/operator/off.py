@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from evicbench.report import Line
 from evicbench.testbed.server import Server
 from sglang_evicpress.asked_quality import KV_CACHE
+from sglang_evicpress.introspect.operation import stable_path
 from sglang_evicpress.introspect.operations import OPERATIONS
 from sglang_evicpress.introspect.series import PREFIX
 
@@ -15,7 +16,7 @@ PAGES = (("GET", "/evicpress"), ("GET", "/evicpress/"), ("GET", "/evicpress/even
 
 
 def measure() -> Iterator[Line]:
-    asked = [*PAGES, *((each.method, each.path) for each in OPERATIONS.values() if each.path)]
+    asked = [*PAGES, *_routes()]
     with Server("--enable-metrics", "--enable-cache-report") as server:
         statuses = [server.request(method, path.replace("{", "").replace("}", ""))[0] for method, path in asked]
         described = [path for path in server.get("/openapi.json")["paths"] if "evicpress" in path]
@@ -32,6 +33,12 @@ def measure() -> Iterator[Line]:
         f"paths; SGLang's own series {are_others} there",
         set(statuses) == {404} and not series and not fields and not described and are_others == "are",
     )
+
+
+def _routes() -> Iterator[tuple[str, str]]:
+    for each in OPERATIONS.values():
+        if each.path:
+            yield from ((each.method, path) for path in (each.path, stable_path(each.path)))
 
 
 def _usage(server: Server, path: str) -> Mapping[str, object]:

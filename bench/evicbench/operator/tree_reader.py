@@ -41,6 +41,7 @@ class Tree:
     def __init__(self, server: Server, nodes: Sequence[Node], tokens: Mapping[int, Sequence[int]]) -> None:
         self._server = server
         self._tokens = tokens
+        self._qualities: dict[int, float] = {}
         self._children = defaultdict[int | None, list[Node]](list)
         for node in nodes:
             self._children[node["parent_id"]].append(node)
@@ -56,21 +57,25 @@ class Tree:
             yield node, min(matched, num_tokens - done)
             parent, done = node["id"], done + matched
 
+    def note_qualities(self, prompt: Sequence[int]) -> None:
+        """Ask what the nodes of a prompt are worth now: a request may compress them once it has ended."""
+        for node, _ in self.path(prompt, len(prompt)):
+            if node["form"] != "exact":
+                options = self._server.get(f"/evicpress/explain/{node['id']}")["options"]
+                self._qualities[node["id"]] = next(float(each["q"]) for each in options if each["role"] == "held")
+
     def walk(self, prompt: Sequence[int], num_tokens: int) -> Walked:
-        """What the first tokens of a prompt are. What was computed upon a lossy prefix is no better than that."""
+        """What the first tokens of a prompt are, of which the qualities were noted. What was computed upon a lossy
+        prefix is no better than that."""
         exact, lossy, lost, tiers = 0, 0, 0.0, Counter[str]()
         for node, matched in self.path(prompt, num_tokens):
-            quality = 1.0 if node["form"] == "exact" else self._quality(node["id"])
+            quality = 1.0 if node["form"] == "exact" else self._qualities[node["id"]]
             if node["computed_on"] == "lossy" and exact + lossy:
                 quality = min(quality, 1.0 - lost / (exact + lossy))
             lost += matched * (1.0 - quality)
             tiers[node["tier"]] += matched
             exact, lossy = (exact, lossy + matched) if node["lineage"] == "lossy" else (exact + matched, lossy)
         return Walked(exact, lossy, tiers, 1.0 - lost / max(1, exact + lossy))
-
-    def _quality(self, node_id: int) -> float:
-        options = self._server.get(f"/evicpress/explain/{node_id}")["options"]
-        return next(float(each["q"]) for each in options if each["role"] == "held")
 
 
 class TreeReader:
@@ -81,30 +86,36 @@ class TreeReader:
         self._tokens: dict[tuple[int, int], list[int]] = {}
 
     def read_when_quiet(self) -> Tree:
-        """The tree once it stays as it is. Raises RuntimeError where it never does."""
-        before: list[tuple[object, ...]] | None = None
+        """The tree once it stays as it is while it is read. Raises RuntimeError where it never does."""
         for _ in range(MOST_LOOKS):
             nodes = self._nodes()
-            state = [tuple(node[name] for name in _STATE) for node in nodes]
-            if state == before:
-                return Tree(self._server, nodes, {node["id"]: self._tokens_of(node) for node in nodes})
-            before = state
+            tokens = {node["id"]: self._tokens_of(node) for node in nodes}
             time.sleep(QUIET_S)
+            if all(tokens.values()) and _state_of(nodes) == _state_of(self._nodes()):
+                return Tree(self._server, nodes, tokens)
         raise RuntimeError(f"the tree changed in each of {MOST_LOOKS} looks, {QUIET_S:g} s apart")
 
     def _nodes(self) -> list[Node]:
         nodes, after = list[Node](), 0
         while after is not None:
             page = self._server.get(f"/evicpress/tree?after={after}")
-            nodes += page["nodes"]
+            nodes += [node for node in page["nodes"] if not node["is_shadow"]]
             after = page["next"]
         return nodes
 
     def _tokens_of(self, node: Node) -> list[int]:
+        """Nothing where the node has gone, or is another, since."""
         key = node["id"], node["num_tokens"]  # a split keeps the id of one part
         if key not in self._tokens:
-            self._tokens[key] = self._server.get(f"/evicpress/nodes/{key[0]}?tokens=true")["token_ids"]
+            status, answer = self._server.request("GET", f"/evicpress/nodes/{key[0]}?tokens=true")
+            if status != 200 or answer["num_tokens"] != key[1]:
+                return []
+            self._tokens[key] = answer["token_ids"]
         return self._tokens[key]
+
+
+def _state_of(nodes: Sequence[Node]) -> list[tuple[object, ...]]:
+    return [tuple(node[name] for name in _STATE) for node in nodes]
 
 
 def _num_equal(tokens: Sequence[int], prompt: Sequence[int]) -> int:

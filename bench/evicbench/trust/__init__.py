@@ -1,1 +1,1 @@
-"""What must hold where others rely on the cache: routers that read its events, files that were damaged, slots."""
+"""Promises to others who rely on the cache: routers that read its events, and owners of damaged files."""

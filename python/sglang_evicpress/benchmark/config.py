@@ -21,6 +21,7 @@ from pydantic import (
 
 from sglang_evicpress.core import CODECS, EXACT, PRESSES, Form
 from sglang_evicpress.files import read_text
+from sglang_evicpress.search.form_budgets import beside, name_budgets
 from sglang_evicpress.validation import fields_of, sentence
 
 CONTROLS = ("full-cache+attention", "prefill-only+attention", "lru+attention")
@@ -32,6 +33,9 @@ KINDS = (
 )
 """What ``systems`` may name; ``fixed`` stands for every press with every kept fraction, ``evicpress`` for every alpha
 and quality target."""
+
+UNIFORM_KIND = "evicpress-uniform"
+"""``evicpress`` without the forms that have layer budgets; only where ``systems`` names it."""
 
 DEFAULT_TEMPLATE = "{context}\n\n{question}"
 DEFAULT_PRESSES: tuple[str, ...] = ("keydiff", "knorm", "snapkv")
@@ -159,12 +163,14 @@ def _arrivals(value: str, info: ValidationInfo[Path]) -> str:
     return value.strip()
 
 
-def _compressed(value: object) -> str:
-    names = value.split(",") if isinstance(value, str) else _words(value)
-    forms = dict.fromkeys(Form.parse_stored(name) for name in names)
+def _compressed(value: object, info: ValidationInfo[Path]) -> str:
+    """Forms as a server takes them: the path of a budget file is absolute."""
+    names = [beside(name, info.context) for name in (value.split(",") if isinstance(value, str) else _words(value))]
+    forms = [Form.parse_stored(name) for name in name_budgets(names, None)[0]]
     if not forms or any(form == EXACT for form in forms):
         raise ValueError
-    return ",".join(map(str, forms))
+    has_path = zip(names, forms, strict=True)
+    return ",".join(dict.fromkeys(name if form.is_uneven else str(form) for name, form in has_path))
 
 
 def _not_ours(flags: tuple[str, ...]) -> tuple[str, ...]:
@@ -181,9 +187,10 @@ Number = Annotated[float, BeforeValidator(_number), Field(ge=0.0, allow_inf_nan=
 Positive = Annotated[Number, Field(gt=0.0)]
 Whole = Annotated[int, Field(ge=1)]
 Several = Annotated[tuple[T, ...], BeforeValidator(_listed), AfterValidator(_distinct)]
-Kind = Annotated[str, _known(*KINDS)]
+Kind = Annotated[str, _known(*KINDS, UNIFORM_KIND)]
 
-_WHOLE, _SHARE, _LIST_OF_KINDS = "a whole number of at least 1", "a share of the working set", ", ".join(KINDS)
+_WHOLE, _SHARE = "a whole number of at least 1", "a share of the working set"
+_LIST_OF_KINDS = ", ".join((*KINDS, UNIFORM_KIND))
 
 
 class _Settings(BaseModel):
@@ -362,6 +369,11 @@ class Config(_Settings):
             return self.rates
         more = [rate for extra in self.extra_rates if {kind, name} & {*extra.systems} for rate in extra.rates]
         return tuple(dict.fromkeys((*self.rates, *sorted(more))))
+
+    @property
+    def uniform_forms(self) -> str:
+        """Those of ``forms`` that keep as many tokens in every layer."""
+        return ",".join(form for form in self.forms.split(",") if ":" not in form)
 
     @property
     def num_training(self) -> int:

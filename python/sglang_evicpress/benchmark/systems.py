@@ -152,13 +152,14 @@ class _Shelf:
                 yield self.ours(name, kind, name, "--kv-forms", "exact")
             case "adaptcache":
                 yield self.ours(kind, kind, kind, *self.learned)
-            case "evicpress":
+            case "evicpress" | "evicpress-uniform":
+                learned = self.learned if kind == "evicpress" else self.learned_uniform
                 for alpha in self.config.alphas:
-                    flags = ("--kv-alpha", f"{alpha:g}", *self.learned)
-                    yield self.ours(f"evicpress a={alpha:g}", kind, kind, *flags, alpha=alpha)
+                    flags = ("--kv-alpha", f"{alpha:g}", *learned)
+                    yield self.ours(f"{kind} a={alpha:g}", kind, "evicpress", *flags, alpha=alpha)
                 for quality in self.config.qualities:
-                    flags = ("--kv-quality", f"{quality:g}", *self.learned)
-                    yield self.ours(f"evicpress q={quality:g}", kind, kind, *flags)
+                    flags = ("--kv-quality", f"{quality:g}", *learned)
+                    yield self.ours(f"{kind} q={quality:g}", kind, "evicpress", *flags)
 
     def stock(self, name: str, *flags: str, is_whole: bool = False, env: Mapping[str, str] | None = None) -> System:
         pool = self.pool(is_whole)
@@ -219,10 +220,18 @@ class _Shelf:
     @property
     def learned(self) -> tuple[str, ...]:
         """Flags of a policy that goes by profiles: those made before, or, without any, those it makes while it runs."""
-        forms = ("--kv-forms", self.config.forms)
+        return self._learned(self.config.forms)
+
+    @property
+    def learned_uniform(self) -> tuple[str, ...]:
+        """The same without forms that have layer budgets."""
+        return self._learned(self.config.uniform_forms)
+
+    def _learned(self, forms: str) -> tuple[str, ...]:
         if self.config.profiles is None:
-            return forms
-        return (*forms, "--kv-profile-path", str(self.profiles), "--kv-disable-online-profiling")
+            return ("--kv-forms", forms)
+        profiles = ("--kv-profile-path", str(self.profiles), "--kv-disable-online-profiling")
+        return ("--kv-forms", forms, *profiles)
 
     def pool(self, is_whole: bool) -> int:
         if not is_whole:

@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             make_parser().parse_args(words)  # says what is wrong, or helps
             return 2
         name, rest = found
+        if {"-h", "--help"} & set(rest):
+            COMMANDS[name].load_parser().parse_args(rest)  # ends here, before what the command runs is imported
         return COMMANDS[name].load_run()(rest)
     except ValueError as error:
         return _fail(str(error), 2)

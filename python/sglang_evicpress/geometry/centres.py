@@ -91,6 +91,10 @@ class QueryGeometry:
             hashed.update(values.cpu().numpy().tobytes())
         return hashed.hexdigest()
 
+    def without_centres(self) -> Self:
+        """The same as if queries gathered about no centre: only lengths are left."""
+        return replace(self, centres=torch.zeros_like(self.centres))
+
     def of_layers(self, layers: Sequence[int]) -> Self:
         """The same of some layers alone, in ascending order."""
         if len(layers) == self.model.num_layers:

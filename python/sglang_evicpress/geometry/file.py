@@ -51,7 +51,7 @@ def read(path: str) -> QueryGeometry:
         raise ValueError(f"{where} holds {', '.join(sorted(tensors)) or 'nothing'}: expected {EXPECTED}")
     try:
         return _of(json.loads(about), tensors)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} is damaged ({error}): expected {EXPECTED}") from None
 
 
@@ -62,7 +62,12 @@ def _of(about: Mapping[str, object], tensors: Mapping[str, Tensor]) -> QueryGeom
     facts = ModelFacts(**model)
     counts = facts.num_layers, facts.num_heads, facts.num_kv_heads, facts.head_dim
     num_tokens, max_offset = about["num_tokens"], about["max_offset"]
-    if not isinstance(num_tokens, int) or not isinstance(max_offset, int) or not all(type(n) is int for n in counts):
+    if not isinstance(num_tokens, int) or not isinstance(max_offset, int):
+        raise ValueError(f"it is about {about!r:.100}")
+    texts = facts.name, facts.checkpoint
+    if not all(type(n) is int and n < 2**63 for n in (*counts, num_tokens, max_offset)):
+        raise ValueError(f"it is about {about!r:.100}")
+    if not all(isinstance(text, str) and text.isprintable() for text in texts):  # else it has no digest
         raise ValueError(f"it is about {about!r:.100}")
     rope = Rope(tensors["inv_freq"], facts.head_dim, about["is_interleaved"], factor)
     geometry = QueryGeometry(facts, rope, tensors["centres"], tensors["lengths"], num_tokens, max_offset)

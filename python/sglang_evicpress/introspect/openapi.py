@@ -84,7 +84,7 @@ def table(operations: Iterable[Operation]) -> Iterator[str]:
 
 
 def _arguments(operation: Operation) -> tuple[list[Argument], list[Argument]]:
-    """Those in the path, and the others."""
+    """Arguments in the path, and the others."""
     names = _PATH_ARGUMENT.findall(operation.path)
     known = {argument.name: argument for argument in operation.arguments}
     in_path = [known[name] if name in known else Argument(name, checked.name, {"type": "string"}, "") for name in names]

@@ -93,7 +93,7 @@ class Operation:
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """Those that its reader says it takes."""
+        """Arguments that its reader says it takes."""
         return self.read.arguments if isinstance(self.read, Reader) else ()
 
 

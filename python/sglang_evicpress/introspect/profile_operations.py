@@ -36,6 +36,7 @@ from sglang_evicpress.introspect.parameters import CURSOR, limit
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.tiers.entry.identity import MAX_TOKEN
 
+MAX_LAYERS = 1024  # of any model
 _HEX = re.compile(r"[0-9a-fA-F]{32}")
 
 
@@ -45,8 +46,9 @@ class InspectableShadows(Protocol):
     def open_shadow(self, tokens: Sequence[int], namespace: str | None, may_evict: bool) -> Json:
         """Copy a context's exact KV into a namespace of its own."""
 
-    def make_shadow_form(self, space_id: int, form: Form) -> Json:
-        """Compress a further copy of it."""
+    def make_shadow_form(self, space_id: int, form: Form, layer_tokens: Sequence[int] = ()) -> Json:
+        """Compress a further copy of it, to ``layer_tokens`` in its layers where they are given, whatever ``form`` says
+        of them."""
 
     def drop_shadow_form(self, space_id: int, form: Form) -> Json:
         """Free that copy."""
@@ -87,6 +89,16 @@ def _tokens(arguments: Arguments, name: str) -> array[int]:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN:
             raise IntrospectionError(400, f"{name} has {short_repr(token)}: expected whole numbers of at least 0")
     return array("q", value)
+
+
+def _layer_tokens(arguments: Arguments, name: str) -> tuple[int, ...]:
+    value = arguments.get(name)
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_LAYERS:
+        raise refused(arguments, name, f"a list of 1 to {MAX_LAYERS} numbers of tokens, the lowest layer first")
+    for tokens in value:
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_TOKEN:
+            raise IntrospectionError(400, f"{name} has {short_repr(tokens)}: expected whole numbers of at least 1")
+    return tuple(value)
 
 
 def _namespace(arguments: Arguments, name: str) -> str | None:
@@ -148,6 +160,12 @@ def _operation(
 _HASH: Json = {"type": "string", "pattern": "^[0-9a-fA-F]{32}$"}
 _SHADOW = Argument("shadow_id", partial(integer, least=0), {"type": "integer", "minimum": 0}, "id of a shadow", True)
 _STORED_FORM = Argument("form", stored_form, {"type": "string"}, "form such as keydiff@0.5+int4", True)
+_LAYER_TOKENS = Argument(
+    "layer_tokens",
+    _layer_tokens,
+    {"type": "array", "items": {"type": "integer", "minimum": 1}},
+    "tokens that each layer keeps, the lowest first, whatever the form says of layers",
+)
 _KEY = Argument("key", _key, _HASH, "hash of a context", True)
 
 PROFILE_OPERATIONS = (
@@ -163,7 +181,7 @@ PROFILE_OPERATIONS = (
     ),
     _operation(
         "make_shadow_form",
-        asks(InspectableShadows.make_shadow_form, _SHADOW, _STORED_FORM),
+        asks(InspectableShadows.make_shadow_form, _SHADOW, _STORED_FORM, named=(_LAYER_TOKENS,)),
         *("POST", "/evicpress/shadows/{shadow_id}/forms", "Compress a further copy of it"),
     ),
     _operation(

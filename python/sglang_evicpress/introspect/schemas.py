@@ -146,6 +146,7 @@ STATS = record(
     quality=record(target=nullable(NUMBER), predicted=nullable(NUMBER), measured=nullable(NUMBER)),
     reuse=OBJECT,
     forms=array(TEXT),
+    layer_groups=array(COUNT),
     host_gb={"type": ["number", "string", "null"]},
     now_s=NUMBER,
     costs=record(in_use=_COST, learned=_COST, num_observations=COUNT, recompute_weight=NUMBER),

@@ -70,6 +70,28 @@ class LayerGroups:
             left = max(left, Fraction(0))
         return self._whole_numbers(counts, mean * len(self.group_of), most)
 
+    def counts_of(self, layer_tokens: Sequence[int]) -> tuple[int, ...]:
+        """What a layer of each group keeps where each layer keeps so many. Raises ValueError for another number of
+        layers, and where layers of a group would keep different numbers."""
+        if self == NO_BUDGETS:
+            raise ValueError(
+                "layers of this server keep equally many tokens: expected one whose --kv-forms have layer budgets, "
+                "such as snapkv@0.3:pyramid"
+            )
+        if len(layer_tokens) != len(self.group_of):
+            raise ValueError(
+                f"layer_tokens has {len(layer_tokens)} numbers: expected one for each of {len(self.group_of)} layers"
+            )
+        for layer, group in enumerate(self.group_of):
+            first = self.group_of.index(group)
+            if layer_tokens[layer] != layer_tokens[first]:
+                raise ValueError(
+                    f"layers {first} and {layer} keep equally many tokens in every form of this server, and "
+                    f"{layer_tokens[first]} and {layer_tokens[layer]} are asked for: expected the same, or a server "
+                    f"with --kv-forms PRESS@KEPT:pyramid and --kv-max-layer-counts {len(self.group_of)}"
+                )
+        return tuple(layer_tokens[self.group_of.index(group)] for group in range(self.num_groups))
+
     def _whole_numbers(self, counts: list[Fraction], total: int, most: int) -> tuple[int, ...]:
         """Rounded down, then up again while the sum allows, what was cut most first; equal shares stay equal, as a
         group has one count."""

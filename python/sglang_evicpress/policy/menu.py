@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -57,10 +57,10 @@ class Menu:
         object.__setattr__(self, "_of_codec", masks)
 
     def check_budget(self, form: Form) -> None:
-        """Raise ValueError for a form whose budget over layers is none of the menu's."""
+        """Raise ValueError for a form whose layer budget is none of the menu's."""
         if form.is_uneven and form.budget not in self.groups.shares:
             known = ", ".join(self.groups.shares) or "none"
-            raise ValueError(f"form {form} has no budget over layers: expected one of {known}")
+            raise ValueError(f"form {form} has no layer budget: expected one of {known}")
 
     @property
     def everything(self) -> int:
@@ -69,7 +69,7 @@ class Menu:
 
     def num_slots(self, form: Form, num_tokens: int, sinks: int = 0) -> int:
         """Slots a node of ``num_tokens`` holds in ``form``: ceil(kept * tokens), at least ``sinks``, in whole pages; of
-        a form with a budget over layers what its fullest layer keeps."""
+        a form with a layer budget what its fullest layer keeps."""
         if form.budget in self.groups.shares:
             return max(self.layer_counts(form, num_tokens, sinks))
         return self._mean_slots(form, num_tokens, sinks)
@@ -88,6 +88,15 @@ class Menu:
         least, most = -(-max(1, sinks) // page), num_tokens // page
         counts = self.groups.counts(form.budget, mean // page, min(least, most), most)
         return tuple(count * page for count in counts)
+
+    def given_counts(self, layer_tokens: Sequence[int], num_tokens: int, sinks: int = 0) -> tuple[int, ...]:
+        """Tokens that a layer of each group keeps where ``layer_tokens`` are asked for: whole pages, and no fewer than
+        the sinks, as in every form. Raises ValueError for numbers that the groups or the node do not allow."""
+        for tokens in layer_tokens:
+            if not 1 <= tokens <= num_tokens:
+                raise ValueError(f"layer_tokens has {tokens}: expected from 1 to {num_tokens}")
+        page, counts = self.page_size, self.groups.counts_of(layer_tokens)
+        return tuple(min(num_tokens, -(-max(count, sinks) // page) * page) for count in counts)
 
     def filled(self, form: Form, num_tokens: int, sinks: int = 0) -> float:
         """Share of a node's slots, over all layers, that hold KV: as little as layers keep less than the fullest."""

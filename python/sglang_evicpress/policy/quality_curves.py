@@ -24,7 +24,7 @@ _SHAPE = 'expected an object such as {"keydiff": {"0.8": 0.99, "0.5": 0.9}, "def
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """One curve per press, and per press with a budget over layers, as ``snapkv:pyramid``; ``default`` serves those
+    """One curve per press, and per press with a layer budget, as ``snapkv:pyramid``; ``default`` serves those
     that have none. Without it nothing is known of those.
     ``stored`` has the forms with a codec that were measured.
 
@@ -85,7 +85,7 @@ class Curves:
     def from_json(cls, obj: object) -> Curves:
         """Read ``{PRESS: {KEPT: QUALITY, ...}, FORM: QUALITY, ...}``, as JSON gives it.
 
-        PRESS is one of the presses, perhaps with a budget over layers, as ``snapkv:pyramid``, or ``default``, KEPT a
+        PRESS is one of the presses, perhaps with a layer budget, as ``snapkv:pyramid``, or ``default``, KEPT a
         number in (0, 1] written as a string, FORM one with a codec, such as ``exact+int4`` or ``keydiff@0.5+int4``,
         QUALITY a number in [0, 1]. Keeping everything is quality 1 whether the point is given or not. Quality need not
         rise with what is kept: measurements are noisy and are taken as they are. Without ``default``, a press that is
@@ -144,7 +144,7 @@ class Curves:
 
 
 def _is_method(name: object) -> bool:
-    """True for a press with a budget over layers."""
+    """True for a press with a layer budget."""
     press, colon, budget = name.partition(":") if isinstance(name, str) else ("", "", "")
     try:
         return bool(colon) and Form.parse(f"{press}@0.5:{budget}").is_uneven

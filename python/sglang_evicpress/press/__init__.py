@@ -6,9 +6,9 @@ from functools import cache
 from importlib import import_module
 
 from sglang_evicpress.core import PRESSES
-from sglang_evicpress.press.base import Press, PressInput, QueryWindow, select
+from sglang_evicpress.press.base import Press, PressInput, QueryWindow, scored, select
 
-__all__ = ["Press", "PressInput", "QueryWindow", "get_press", "select"]
+__all__ = ["Press", "PressInput", "QueryWindow", "get_press", "scored", "select"]
 
 
 @cache

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from sglang_evicpress.kernels.select import select_survivors
@@ -66,12 +67,22 @@ class Press(Protocol):
         ...
 
 
+def scored(press: Press, node: PressInput, sinks: int) -> Tensor:
+    """fp32 [L, H, n] by which survivors are chosen, wherever that is done: the press's scores, infinite for slots that
+    hold an absolute position below ``sinks`` (StreamingLLM, arXiv 2309.17453: attention sinks are the first tokens of
+    the *sequence*, so a node that starts later has none). A node without slots has no scores. Raises ValueError for a
+    press whose scores have another shape."""
+    scores = press.score(node) if node.slots.numel() else node.positions.to(torch.float32)
+    if scores.shape != node.positions.shape:
+        want = tuple(node.positions.shape)
+        raise ValueError(f"press {press.name} scored {tuple(scores.shape)}: expected {want}")
+    return scores.masked_fill(node.positions < sinks, float("inf"))
+
+
 def select(press: Press, node: PressInput, num_kept: int, sinks: int) -> Tensor:
     """The survivors: int32 [L, H, num_kept], ascending indices into ``node.slots``; ties keep the lower one.
 
-    Slots that hold an absolute position below ``sinks`` survive first, whatever their score (StreamingLLM,
-    arXiv 2309.17453: attention sinks are the first tokens of the *sequence*, so a node that starts later has
-    none); the rest goes to the best scores of each (layer, head). A score that is not a number ranks last.
+    They are the best of each (layer, head) by ``scored``. A score that is not a number ranks last.
 
     Raises ValueError when ``num_kept`` is below 1, above n, or below the number of sinks. That number is
     counted from ``start``, not read from ``positions``, so that nothing waits for the device: a node that an
@@ -83,8 +94,4 @@ def select(press: Press, node: PressInput, num_kept: int, sinks: int) -> Tensor:
     num_sinks = min(max(0, sinks - node.start), num_slots)
     if num_kept < num_sinks:
         raise ValueError(f"cannot keep {num_kept} slots of a node with {num_sinks} sinks: keep at least those")
-    scores = press.score(node)
-    if scores.shape != node.positions.shape:
-        want = tuple(node.positions.shape)
-        raise ValueError(f"press {press.name} scored {tuple(scores.shape)}: expected {want}")
-    return select_survivors(scores.masked_fill(node.positions < sinks, float("inf")), num_kept)
+    return select_survivors(scored(press, node, sinks), num_kept)

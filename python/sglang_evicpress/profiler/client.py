@@ -59,10 +59,12 @@ class ServerEngine:
         self._forms[shadow.id] = {}
         return shadow
 
-    def make_form(self, shadow: Shadow, form: Form) -> str:
-        """Compress a further copy of the shadow; returns its namespace. Raises ShadowRefused or ShadowLost, and
+    def make_form(self, shadow: Shadow, form: Form, *, layer_tokens: Sequence[int] | None = None) -> str:
+        """Compress a further copy of the shadow, to ``layer_tokens`` in its layers where they are given; returns its
+        namespace. Raises ShadowRefused or ShadowLost, and
         EngineError when the form cannot be made of this context."""
-        made = self._ask_shadow(shadow, "forms", {"form": str(form)})
+        given = {} if layer_tokens is None else {"layer_tokens": list(layer_tokens)}
+        made = self._ask_shadow(shadow, "forms", {"form": str(form), **given})
         namespace = made.get("extra_key")
         if not isinstance(namespace, str):
             raise EngineError(f"the server made {form} and answered {made!r:.200}: expected an extra_key")

@@ -117,7 +117,7 @@ def measure_forms(
             copy = None
         if copy is not None:
             try:
-                qualities = _qualities(engine, copy, tokens, queries, scorer, exact, max_new_tokens)
+                qualities = qualities_of(engine, copy, tokens, queries, scorer, exact, max_new_tokens)
             finally:
                 with suppress(EngineError):  # closing the shadow frees it as well
                     engine.drop_form(shadow, form)
@@ -148,7 +148,7 @@ def observe(engine: ServerEngine, shadow: Shadow, tokens: Sequence[int], queries
     ]
 
 
-def _qualities(
+def qualities_of(
     engine: ServerEngine,
     namespace: str,
     tokens: Sequence[int],
@@ -157,6 +157,8 @@ def _qualities(
     exact: Sequence[Answer],
     max_new_tokens: int,
 ) -> list[float]:
+    """Score of each query about the copy of ``tokens`` in ``namespace``, beside its ``exact`` answer; of a scorer that
+    needs no generation those with an empty exact answer are left out."""
     pairs = list(zip(queries, exact, strict=True))
     if scorer.needs_generation:
         given = answer(engine, namespace, tokens, queries, max_new_tokens)

@@ -1,1 +1,1 @@
-"""Search for what a form should keep where: budgets per layer."""
+"""Search for what a form should keep where: layer budgets."""

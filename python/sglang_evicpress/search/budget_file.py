@@ -1,4 +1,4 @@
-"""File of budgets per layer: shares that a search found, which a server expands to any number of tokens.
+"""File of layer budgets: shares that a search found, which a server expands to any number of tokens.
 
 JSON: ``{"format": "evicpress-layer-budgets", "version": 1, "num_layers": L, "shares": [L numbers, mean 1.0],
 "target": tokens, "note": {...}}``.
@@ -22,6 +22,8 @@ MEAN_TOLERANCE = 1e-3
 _KEYS = ("format", "version", "num_layers", "shares", "target", "note")
 _EXPECTED = "a file that `evicpress search` has written"
 
+_MAX_NUMBER = 1 << 31  # positions are below that
+
 
 @dataclass(frozen=True, slots=True)
 class BudgetFile:
@@ -41,13 +43,17 @@ class BudgetFile:
                 f"shares has {len(self.shares)} numbers: expected one for each of 1 to {MAX_LAYERS} layers"
             )
         for layer, share in enumerate(self.shares):
-            if not _is_number(share) or not math.isfinite(share) or share < 0:
+            if not _is_number(share) or not 0 <= share < _MAX_NUMBER:  # also of numbers that no float holds
                 raise ValueError(f"shares[{layer}] is {share!r:.100}: expected a finite number of at least 0")
         mean = math.fsum(self.shares) / len(self.shares)
         if abs(mean - 1.0) > MEAN_TOLERANCE:
             raise ValueError(f"shares have the mean {mean:.6g}: expected 1")
-        if not isinstance(self.target, int) or isinstance(self.target, bool) or self.target < 1:
+        if not isinstance(self.target, int) or isinstance(self.target, bool):
             raise ValueError(f"target is {self.target!r:.100}: expected a whole number of tokens of at least 1")
+        if not 1 <= self.target < _MAX_NUMBER:
+            raise ValueError(
+                f"target is {self.target!r:.100}: expected a whole number of tokens of at least 1, below 2^31"
+            )
 
     @classmethod
     def of(cls, budgets: Sequence[int], target: int, note: Mapping[str, object] | None = None) -> BudgetFile:

@@ -1,4 +1,4 @@
-"""EvolKV: budgets per layer by evolution, one group of layers after the other (section 3.2, algorithm 1).
+"""EvolKV: layer budgets by evolution, one group of layers after the other (section 3.2, algorithm 1).
 
 The optimizer is CMA-ES of the package ``cmaes``, over budgets divided by the target, with sigma 0.3 and a population of
 ``4 + floor(3 ln n_g)`` (section 4.1). A journal of what was evaluated makes a search resumable: the same seed asks for

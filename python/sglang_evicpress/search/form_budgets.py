@@ -37,15 +37,27 @@ def budget_name(path: str, file: BudgetFile) -> str:
     return f"{stem}-{sha256(repr(file.shares).encode()).hexdigest()[:8]}"
 
 
-def _named(text: str, default_name: str, name_of: Callable[[str], str]) -> str:
+def beside(text: str, folder: Path) -> str:
+    """The text of a form, with the path of its budget file taken from ``folder`` and absolute."""
+    base, path, codec = _parts(text)
+    if path in ("", UNIFORM, PYRAMID):
+        return text.strip()
+    return f"{base}:{(folder / path).resolve()}{codec}"
+
+
+def _parts(text: str) -> tuple[str, str, str]:
+    """A form's text before its budget, the budget or empty, and ``+CODEC`` or empty, which is left before a budget."""
     base, colon, budget = text.strip().partition(":")
-    if not colon:
-        press, plus, codec = base.partition("+")
-        is_whole = "@" not in press
-        return base if is_whole or default_name == UNIFORM else f"{press}:{default_name}{plus}{codec}"
     path, plus, codec = budget.rpartition("+")  # a path may have a plus of its own
-    if not plus or codec not in CODECS:
-        path, plus, codec = budget, "", ""
+    return (base, path, plus + codec) if plus and codec in CODECS else (base, budget, "")
+
+
+def _named(text: str, default_name: str, name_of: Callable[[str], str]) -> str:
+    base, path, codec = _parts(text)
+    if ":" not in text:
+        press, plus, name = base.partition("+")
+        is_whole = "@" not in press
+        return base if is_whole or default_name == UNIFORM else f"{press}:{default_name}{plus}{name}"
     if path == UNIFORM:
-        return f"{base}{plus}{codec}"
-    return f"{base}:{path if path == PYRAMID else name_of(path)}{plus}{codec}"
+        return f"{base}{codec}"
+    return f"{base}:{path if path == PYRAMID else name_of(path)}{codec}"

@@ -1,4 +1,4 @@
-"""Budgets per layer: how many tokens each layer of a node keeps, on average ``target``.
+"""Layer budgets: how many tokens each layer of a node keeps, on average ``target``.
 
 ``complete`` and the expansion to other targets are EvolKV's (section 3.2, "KV Cache Budget Completion"); ``pyramid`` is
 PyramidKV's arithmetic series, most tokens in the lowest layer (Cai et al. 2024, section 4.2, with beta 20).

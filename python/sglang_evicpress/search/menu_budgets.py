@@ -34,7 +34,7 @@ def layer_groups(
         names = ", ".join(dict.fromkeys(str(form) for form in uneven))
         raise ValueError(
             f"forms {names} give layers {len(groups)} different sets of counts: expected at most {most_counts}, so "
-            "choose forms with the same budget over layers"
+            "choose forms with the same layer budget"
         )
     by_group = {name: tuple(column[index] for column in groups) for index, name in enumerate(by_name)}
     return LayerGroups(tuple(groups.index(column) for column in columns), by_group)

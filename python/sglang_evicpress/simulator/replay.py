@@ -279,7 +279,7 @@ class Replay:
         if exact:
             node.form, node.quality, node.lineage = EXACT, 1.0, self._lineage
             node.num_bytes = node.num_tokens * self.menu.slot_bytes
-        elif node.tier != Tier.GPU and node.form.codec != "raw":
+        elif node.tier != Tier.GPU and (node.form.codec != "raw" or node.form.is_uneven):
             node.num_bytes, node.form = self.menu.num_bytes(node.form, node.num_tokens), node.form.decoded
         node.tier = Tier.GPU
         self.used[Tier.GPU] += node.num_bytes
@@ -334,6 +334,7 @@ class Replay:
             weight=node.weight,
             num_hits=node.num_hits,
             last_use=node.last_use,
+            filled=self.menu.filled(node.form, node.num_tokens),
         )
 
     def _allowed_forms(self, node: Node) -> int:

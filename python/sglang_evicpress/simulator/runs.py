@@ -10,6 +10,7 @@ from typing import Literal
 from sglang_evicpress.core import Form
 from sglang_evicpress.policy import make_planner, policy_info
 from sglang_evicpress.policy.cost_model import CostSnapshot
+from sglang_evicpress.policy.layer_counts import NO_BUDGETS, LayerGroups
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.policy.quality_target import QualityTarget
@@ -31,7 +32,8 @@ class Settings:
     ``machine`` has the tiers there are, the GPU always; if its costs are noisy, policies learn them. ``curves`` None
     draws a curve for each context from ``seed``. ``recompute`` says which policies may prefill again what would take
     longer to load; engines today always load. Nodes of less than ``min_compress_tokens`` tokens are never compressed.
-    ``curve_error`` is by how much more quality the policy's curves promise than there is.
+    ``curve_error`` is by how much more quality the policy's curves promise than there is. ``groups``: those of layers
+    that the layer budgets of ``forms`` make.
     """
 
     machine: Machine
@@ -42,6 +44,7 @@ class Settings:
     recompute: Recompute = "evicpress"
     min_compress_tokens: int = MIN_COMPRESS_TOKENS
     curve_error: float = 0.0
+    groups: LayerGroups = NO_BUDGETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,8 @@ def make_replay(trace: Trace, run: Run, settings: Settings, future: Future | Non
     """
     machine = settings.machine
     forms = tuple(form for form in settings.forms if form.is_exact or run.target != 1.0)
-    menu = Menu((*forms, *policy_info(run.policy).forms), tuple(machine.capacity), settings.slot_bytes)
+    forms = (*forms, *policy_info(run.policy).forms)
+    menu = Menu(forms, tuple(machine.capacity), settings.slot_bytes, groups=settings.groups)
     curves = (
         Sensitivities(menu.forms, settings.seed)
         if settings.curves is None

@@ -24,7 +24,8 @@ CODEC_LOSS = {"int8": (0.0, 0.002), "int4": (0.0, 0.02), "int2": (0.02, 0.3)}
 with its newest tokens raw."""
 
 OTHER_PRESS = (0.75, 1.6)
-"""Range of a press's sensitivity over that of keydiff on the same context: ours, so that none dominates."""
+"""Range of a press's sensitivity, or that of one with layer budgets, over that of keydiff on the same context: ours, so
+that none dominates."""
 
 
 class Sensitivities:
@@ -39,17 +40,17 @@ class Sensitivities:
         """Quality per form of the context ``key``."""
         draw = random.Random(f"{self.seed}/{key}")
         keydiff = draw.choice(MEDIANS) * max(0.0, draw.gauss(1.0, draw.uniform(*VARIATIONS)))
-        by_press: dict[str | None, float] = {None: 0.0, "keydiff": min(keydiff, 1.0)}
+        by_method: dict[str | None, float] = {None: 0.0, "keydiff": min(keydiff, 1.0)}
         for form in self.forms:
-            if form.press not in by_press:
-                factor = random.Random(f"{self.seed}/{key}/{form.press}").uniform(*OTHER_PRESS)
-                by_press[form.press] = min(keydiff * factor, 1.0)
+            if form.method not in by_method:
+                factor = random.Random(f"{self.seed}/{key}/{form.method}").uniform(*OTHER_PRESS)
+                by_method[form.method] = min(keydiff * factor, 1.0)
         by_codec = {
             codec: random.Random(f"{self.seed}/{key}/{codec}").uniform(*CODEC_LOSS.get(codec, (0.0, 0.0)))
             for codec in {form.codec for form in self.forms}
         }
         return tuple(
-            max(0.0, 1.0 - by_press[form.press] * loss_share(form.kept_fraction) - by_codec[form.codec])
+            max(0.0, 1.0 - by_method[form.method] * loss_share(form.kept_fraction) - by_codec[form.codec])
             for form in self.forms
         )
 

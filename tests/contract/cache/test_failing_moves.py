@@ -12,8 +12,6 @@ from tests.contract.cache.test_radix_cache_model import Request, Walk, finished,
 from tests.contract.tiers.test_tiers_model import Opened, cached
 
 from sglang_evicpress.core import EXACT, Tier
-from sglang_evicpress.patches.compat import sglang_0_5_23
-from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.tiers import backup
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tree.node import num_slots
@@ -23,17 +21,9 @@ pytestmark = pytest.mark.sglang
 Part = Callable[[Walk], tuple[object, str]]
 
 
-def teller(walk: Walk) -> tuple[object, str]:
-    """The part that tells of KV events."""
-    if RELEASE is sglang_0_5_23:
-        return walk.cache.kv_events, "record_remove"
-    return walk.cache, "_record_remove_event"
-
-
 OF_A_DROP: list[Part] = [
     lambda walk: (walk.cache.policy.planner, "remove"),
     lambda walk: (walk.cache.placement, "remove_copies"),
-    teller,
     lambda walk: (walk.cache.ledger, "free"),
     lambda walk: (walk.tiers.removal, "drop"),
 ]

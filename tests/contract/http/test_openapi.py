@@ -1,4 +1,4 @@
-"""What is published of the routes, and real answers beside it."""
+"""Published descriptions of the routes, and real answers beside them."""
 
 from __future__ import annotations
 

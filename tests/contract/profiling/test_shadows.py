@@ -416,7 +416,7 @@ def test_a_budget_that_the_menu_does_not_have_is_refused(walk: ShadowWalk) -> No
     form = Form("knorm", 0.4, budget="found-0a1b2c3d")
     tokens = walk.served(128)
     shadow = walk.whole(tokens)
-    says = "form knorm@0.4:found-0a1b2c3d has no budget over layers: expected one of none"
+    says = "form knorm@0.4:found-0a1b2c3d has no layer budget: expected one of none"
     with pytest.raises(ValueError, match=says):
         walk.cache.shadows.make_shadow_form(shadow.id, form)
     with pytest.raises(ValueError, match=says):
@@ -768,8 +768,9 @@ def test_a_flush_of_the_gpu_takes_all_shadows(walk: ShadowWalk) -> None:
 
 def test_shadows_are_no_kv_events(walk: ShadowWalk) -> None:
     """They name blocks by their tokens alone."""
-    tokens = walk.served(64)
     tell_kv_events(walk.cache)
+    tokens = walk.served(64)
+    assert walk.cache.take_events()
     shadow = walk.whole(tokens)
     walk.form(shadow)
     walk.ask(shadow.exact, [*tokens, 51])
@@ -920,3 +921,23 @@ def test_random_walk_with_shadows_over_tiers_keeps_every_row(
     walk.cost = None
     walk.run(400)
     assert walk.cache.shadows.counts["forms"] > 0 and walk.tree.storage.counts["released"] > 0
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_layers_keep_the_tokens_that_are_asked_for(page_size: int) -> None:
+    walk = RichWalk(0, page_size, num_slots=1024, forms=(Form("knorm", 0.4, budget="pyramid"),))
+    tokens = walk.served(128)
+    before = walk.kv_of(walk.node(None, tokens))
+    wanted = [80, 32]
+    form, shadow = Form("knorm", 0.3, budget="searched"), walk.whole(tokens)
+    made = walk.cache.shadows.make_shadow_form(shadow.id, form, wanted)
+    copy = walk.node(str(made["extra_key"]), tokens)
+    assert made["num_slots"] == 80 and copy.kv.layout.layer_slots == (80, 32)
+    kept = [copy.kv.layout.positions_of(layer) for layer in range(LAYERS)]
+    for layer, positions in enumerate(kept):
+        lengths = before[layer].norm(dim=-1).T.masked_fill(torch.arange(128) < 4, -1.0)  # [heads, tokens], sinks first
+        best = lengths.argsort(dim=-1, stable=True)[:, : wanted[layer]].sort().values
+        assert torch.equal(positions.long(), best)
+    assert walk.cache.inspector.check_integrity()["violations"] == []
+    with pytest.raises(ValueError, match=r"layer_tokens has 129: expected from 1 to 128"):
+        walk.cache.shadows.make_shadow_form(shadow.id, Form("knorm", 0.9, budget="searched"), [129] * LAYERS)

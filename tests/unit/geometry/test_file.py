@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tests.unit.geometry.made import make_geometry, make_rope
 
@@ -77,6 +78,9 @@ def rewrite(path: str, **changes: object) -> None:
         {"model": "Llama"},
         {"model": {}},
         {"model": {"name": "x"}},
+        {"num_tokens": True},
+        {"num_tokens": 10**400},
+        {"max_offset": 2**63},
         {"factor": "1"},
         {"factor": float("nan")},
         {"is_interleaved": 1},
@@ -89,6 +93,23 @@ def test_a_file_with_other_facts_is_damaged(path: str, changes: dict[str, object
     rewrite(path)
     file.read(path)
     rewrite(path, **changes)
+    refused(path, "is damaged")
+
+
+@pytest.mark.parametrize("about", ["[" * 100_000, '{"model": {"name": 7}}', "[]", "7"])
+def test_a_file_about_something_else_is_damaged(path: str, about: str) -> None:
+    file.write(path, make_geometry())
+    with safe_open(path, "pt") as written:
+        tensors = {name: written.get_tensor(name) for name in written.keys()}  # noqa: SIM118 - not a mapping
+    save_file(tensors, path, {file.FORMAT: about})
+    refused(path, "is damaged")
+
+
+@pytest.mark.parametrize("name", [7, "\ud800"])
+def test_a_name_that_has_no_digest_is_damaged(path: str, name: object) -> None:
+    rewrite(path)
+    about = asdict(file.read(path).model)
+    rewrite(path, model={**about, "name": name})
     refused(path, "is damaged")
 
 

@@ -3,11 +3,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.introspect.arguments import Json
+from sglang_evicpress.introspect.arguments import IntrospectionError, Json
 from sglang_evicpress.introspect.operations import encode, read_object, read_question
 from sglang_evicpress.introspect.profile_operations import PROFILE_OPERATIONS
 from sglang_evicpress.quality.profile import Profile
@@ -39,8 +40,8 @@ class FakeCache:
     def open_shadow(self, tokens: Sequence[int], namespace: str | None, may_evict: bool) -> Json:
         return {"asked": ("open_shadow", tokens, namespace, may_evict)}
 
-    def make_shadow_form(self, space_id: int, form: Form) -> Json:
-        return {"asked": ("make_shadow_form", space_id, form)}
+    def make_shadow_form(self, space_id: int, form: Form, layer_tokens: Sequence[int] = ()) -> Json:
+        return {"asked": ("make_shadow_form", space_id, form, *layer_tokens)}
 
     def drop_shadow_form(self, space_id: int, form: Form) -> Json:
         return {"asked": ("drop_shadow_form", space_id, form)}
@@ -86,6 +87,15 @@ def test_every_operation_reaches_the_cache_with_what_was_given() -> None:
         "note_observed": ("note_observed", key, [(0.9, 0.5), (1.0, 0.0)]),
         "note_failed": ("note_failed", key),
     }
+
+
+def test_a_form_may_say_what_each_layer_keeps() -> None:
+    words: Json = {"shadow_id": 7, "form": "knorm@0.5"}
+    form = Form("knorm", 0.5)
+    assert asked("make_shadow_form", words | {"layer_tokens": [9, 40]}) == ("make_shadow_form", 7, form, 9, 40)
+    for wrong in ([], [0], [True], "9", [1.5], [1] * 1025):
+        with pytest.raises(IntrospectionError, match="layer_tokens .* expected"):
+            asked("make_shadow_form", words | {"layer_tokens": wrong})
 
 
 def test_what_may_be_left_out() -> None:

@@ -124,7 +124,6 @@ class World:
             self.ledger,
             lambda node, copy: 1.0,
             self.changes.changed,
-            self.tell_stored,
             lambda form, size: size,
             16,
         )
@@ -150,12 +149,6 @@ class World:
 
     def tell_dropped(self, node: Node, cause: str, number: int | None) -> None:
         self.tell(cause, node)
-
-    def tell_stored(self, node: Node) -> None:
-        self.tell("stored", node)
-
-    def tell_removed(self, node: Node) -> None:
-        self.tell("removed", node)
 
     def delete(self, node: Node) -> None:
         del node.parent.children[node.id], self.nodes[node.id]
@@ -188,7 +181,7 @@ def test_a_node_is_placed_on_the_gpu_again() -> None:
     world.removal.release(1, Tier.HOST)
     node.lock_ref = 1
     world.placement.place(node, node.kv.copies[Tier.HOST], torch.arange(8, 12))
-    assert tier_of(node) == Tier.GPU and world.placement.num_spare == 1 and world.told[-1] == ("stored", 1)
+    assert tier_of(node) == Tier.GPU and world.placement.num_spare == 1
     assert node.value.tolist() == [8, 9, 10, 11] and (world.ledger.evictable, world.ledger.protected) == (0, 4)
 
 
@@ -223,11 +216,11 @@ def test_a_node_without_slots_takes_those_of_a_request() -> None:
     unused = lambda node: None  # noqa: E731
     terms = SimpleNamespace(is_alone=True), 0.5, unused, unused, lambda node: world.tell("wanted", node)
     parts = world.placement, world.removal, world.ledger, world.changes
-    fill = FillReplace(world.nodes, *parts, *terms, lambda node: world.tell("stored", node))
+    fill = FillReplace(world.nodes, *parts, *terms)
     fill.fill(world.nodes[1], torch.arange(40, 44), is_lossy_prefix=False)
     assert world.nodes[1].value.tolist() == [40, 41, 42, 43] and world.ledger.evictable == 4
     assert world.placement.num_spare == 1, "its host copy is one that can be given up again"
-    assert world.told[-2:] == [("stored", 1), ("wanted", 2)]
+    assert world.told[-1:] == [("wanted", 2)]
     assert fill.would_change_view([(world.nodes[1], 4)], 0, PrefixView(torch.arange(4), is_lossy=True))
     assert not fill.would_change_view([(world.nodes[1], 4)], 0, PrefixView(torch.arange(4)))
 

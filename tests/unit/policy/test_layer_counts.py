@@ -97,8 +97,33 @@ def test_sinks_are_kept_in_every_layer() -> None:
     assert min(uneven.layer_counts(uneven.forms[1], 100, 4)) == 4
 
 
+def test_tokens_by_layer_become_counts_by_group_in_whole_pages() -> None:
+    uneven = menu("snapkv@0.4:found", PAIRS, 16)
+    layers = [4 + 20 * group for group in PAIRS.group_of]
+    assert uneven.given_counts(layers, 160, 4) == (16, 32)
+    assert uneven.given_counts([160] * len(layers), 160, 4) == (160, 160)
+    assert menu("snapkv@0.4:found", PAIRS).given_counts([2] * len(layers), 160, 4) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("groups", "layer_tokens", "words"),
+    [
+        (PAIRS, (0, 24, 24, 0), "layer_tokens has 0: expected from 1 to 160"),
+        (PAIRS, (161,) * 4, "layer_tokens has 161: expected from 1 to 160"),
+        (PAIRS, (10, 10), "layer_tokens has 2 numbers: expected one for each of 4 layers"),
+        (NO_BUDGETS, (10, 20), "layers of this server keep equally many tokens"),
+        (LayerGroups((0, 1, 0), {"b": (1, 2)}), (9, 20, 8), "layers 0 and 2 keep equally many tokens .* 9 and 8 are"),
+    ],
+)
+def test_tokens_by_layer_that_a_server_cannot_keep_are_refused(
+    groups: LayerGroups, layer_tokens: tuple[int, ...], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        Menu((), groups=groups).given_counts(layer_tokens, 160, 4)
+
+
 def test_a_form_without_a_budget_of_the_menu_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"form snapkv@0.4:other has no budget over layers: expected one of found"):
+    with pytest.raises(ValueError, match=r"form snapkv@0.4:other has no layer budget: expected one of found"):
         menu("snapkv@0.4:other", PAIRS)
     with pytest.raises(ValueError, match=r"expected one of none"):
         menu("snapkv@0.4:pyramid", NO_BUDGETS)

@@ -10,6 +10,7 @@ from tests.unit.geometry.made import make_geometry
 
 from sglang_evicpress import core
 from sglang_evicpress.press import get_press, select
+from sglang_evicpress.press.band_lengths import BandLengthsPress
 from sglang_evicpress.press.geometry import GeometryPress
 from sglang_evicpress.press.random import Random
 from sglang_evicpress.press.snapkv import SnapKV
@@ -17,6 +18,7 @@ from sglang_evicpress.press.snapkv import SnapKV
 ALL = {
     **{name: get_press(name) for name in core.PRESSES},
     "geometry": GeometryPress(make_geometry()),
+    "band_lengths": BandLengthsPress(make_geometry()),
     "snapkv-avg": SnapKV(kernel_size=5, pooling="avg"),
     "snapkv-short": SnapKV(window=3, kernel_size=1),
     "random-7": Random(seed=7),
@@ -99,7 +101,7 @@ def test_a_press_leaves_the_node_as_it_was(press, case, make_node):
 
 
 def test_survivors_are_chosen_per_layer_and_head(make_node):
-    for name in ("keydiff", "knorm", "snapkv", "value_key_ratio", "geometry", "random"):
+    for name in ("keydiff", "knorm", "snapkv", "value_key_ratio", "geometry", "band_lengths", "random"):
         kept = select(ALL[name], make_node(100), 60, SINKS)
         assert kept.flatten(0, 1).unique(dim=0).shape[0] == 6, name
 
@@ -175,6 +177,6 @@ def test_registry_names_are_those_a_form_may_carry():
 
 
 def test_unknown_name_lists_those_there_are():
-    names = "keydiff, knorm, snapkv, value_key_ratio, geometry, streaming, random"
+    names = "keydiff, knorm, snapkv, value_key_ratio, geometry, band_lengths, streaming, random"
     with pytest.raises(ValueError, match=rf"'h2o'.*{names}"):
         get_press("h2o")

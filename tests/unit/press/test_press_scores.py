@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from tests.unit.geometry.made import make_geometry
 
 from sglang_evicpress.press import select
+from sglang_evicpress.press.band_lengths import BandLengthsPress
 from sglang_evicpress.press.keydiff import KeyDiff
 from sglang_evicpress.press.knorm import Knorm
 from sglang_evicpress.press.random import Random
@@ -185,3 +187,13 @@ def test_snapkv_with_heads_that_do_not_divide_is_refused(make_node):
     odd = type(node.window)(node.window.queries[:, :, :3], node.window.positions)
     with pytest.raises(ValueError, match="3 query heads"):
         SnapKV().score(type(node)(**{f: getattr(node, f) for f in node.__slots__} | {"window": odd}))
+
+
+def test_band_lengths_weighs_a_keys_bands_by_the_lengths_of_queries(node):
+    geometry = make_geometry()
+    scores = BandLengthsPress(geometry).score(node)
+    for layer, head, keys, _ in rows(node):
+        first, second = keys.chunk(2, dim=1)  # a band is a dimension of each half
+        expected = geometry.lengths[layer].view(2, 2, -1)[head].double() @ (first**2 + second**2).sqrt().T
+        expected = expected - expected.mean(-1, keepdim=True)
+        close(scores[layer, head], (expected / expected.square().mean(-1, keepdim=True).sqrt()).amax(0))

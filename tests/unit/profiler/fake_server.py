@@ -46,6 +46,7 @@ class FakeServer:
         self.forms: dict[str, Form] = {}
         self.profiles: dict[str, dict[str, Any]] = {}
         self.menu = ["keydiff@0.5", "snapkv@0.5"]  # its --kv-forms
+        self.layer_groups = list[int]()
 
     def refuse(self, error: Exception, ending: str = "", of: Callable[[Any], bool] = lambda body: True) -> None:
         """From now on requests to paths that end so, of whose bodies ``of`` is true, fail like this."""
@@ -73,6 +74,8 @@ class FakeServer:
                 if int(number) not in self.shadows:
                     raise no(404, f"shadow {number} is not open")
                 return self._change(int(number), what, body)
+            case ["GET", "evicpress", "stats"]:
+                return {"layer_groups": self.layer_groups}
             case ["GET", "evicpress", "profiles"]:
                 profiles = [
                     {name: value for name, value in profile.items() if name != "forms"}

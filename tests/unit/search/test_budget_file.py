@@ -1,4 +1,4 @@
-"""Files of budgets per layer: what was written comes back, and anything else is one clear error."""
+"""Files of layer budgets: what was written comes back, and anything else is one clear error."""
 
 from __future__ import annotations
 
@@ -57,6 +57,9 @@ def test_a_file_without_a_note_is_read(tmp_path: Path) -> None:
         ("shares", [float("nan"), 1.0], r"shares\[0\] is nan: expected a finite number"),
         ("shares", [True, 1.0], r"shares\[0\] is True: expected a finite number"),
         ("shares", [1.5, 1.5], "shares have the mean 1.5: expected 1"),
+        ("shares", [10**400, 1.0], r"shares\[0\] is 10+: expected a finite number"),
+        ("shares", [1e308, 1e308], r"shares\[0\] is 1e\+308: expected a finite number"),
+        ("target", 10**400, "expected a whole number of tokens of at least 1, below 2"),
         ("target", 0, "target is 0: expected a whole number of tokens of at least 1"),
         ("target", 12.5, "target is 12.5: expected a whole number of tokens of at least 1"),
         ("note", [], "note is \\[\\]: expected an object"),

@@ -1,4 +1,4 @@
-"""Budgets per layer: completed to a target, in a pyramid, and rounded to few counts."""
+"""Layer budgets: completed to a target, in a pyramid, and rounded to few counts."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ STYLES = {
     "adaptcache": ("tab:purple", "P"),
     "impress": ("tab:cyan", "h"),
     "evicpress": ("tab:red", "o"),
+    "evicpress-uniform": ("tab:red", "."),
 }
 """Colour and mark of each kind of system."""
 

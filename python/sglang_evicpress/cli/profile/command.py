@@ -27,6 +27,7 @@ from sglang_evicpress.profiler.prompts import PromptKind, Prompts, Template, ser
 from sglang_evicpress.profiler.scorers import SCORERS, get_scorer
 from sglang_evicpress.profiler.transport import Unreachable
 from sglang_evicpress.progress import Progress
+from sglang_evicpress.search.form_budgets import name_budgets
 
 DEFAULT_FORMS = ",".join(
     (
@@ -164,7 +165,7 @@ def _endpoint(args: argparse.Namespace) -> Callable[[str], list[GivenQuestion]]:
 
 
 def _forms(text: str) -> tuple[Form, ...]:
-    forms = tuple(dict.fromkeys(Form.parse_stored(part) for part in text.split(",")))
+    forms = tuple(dict.fromkeys(map(Form.parse_stored, name_budgets(text.split(","), None)[0])))
     if any(form.is_exact for form in forms):
         raise ValueError(f"{text!r} has exact, whose quality is 1 by definition: expected forms such as keydiff@0.5")
     return forms

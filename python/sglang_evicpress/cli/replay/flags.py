@@ -13,6 +13,8 @@ from sglang_evicpress.files import read_json
 from sglang_evicpress.policy import policy_info
 from sglang_evicpress.policy.cost_model import PrefillCost
 from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.search.budget_file import MAX_LAYERS
+from sglang_evicpress.search.form_budgets import Shares, name_budgets
 from sglang_evicpress.simulator.runs import Recompute
 from sglang_evicpress.traces.times import UNITS
 
@@ -67,7 +69,9 @@ def make_parser() -> Parser:
         *("--quality", _qualities, "NUMBERS"),
         "mean quality of the tokens served, for which evicpress tunes alpha; each makes a run of its own",
     )
-    add_value("--forms", _forms, "FORMS", "on the menu; none: exact only; default %(default)s", DEFAULT_FORMS)
+    menu = "on the menu, also PRESS@KEPT:BUDGET with pyramid or a budget file; none: exact only; default %(default)s"
+    add_value("--forms", _forms, "FORMS", menu, DEFAULT_FORMS)
+    add_value("--layers", whole(1, MAX_LAYERS), "N", "layers of the model, over which pyramid is spread")
     add_value("--min-compress-tokens", whole(1), "N", "never compress a shorter node; default %(default)s", "64")
     add_value("--slot-bytes", whole(1), "BYTES", "exact KV of one token; default %(default)s", "131072")
     add_value("--prefill", _prefill, "FIXED,PER_TOKEN,PER_PAIR", "s; default %(default)s", "0.01,3.5e-5,1.3e-9")
@@ -154,8 +158,10 @@ def _time_unit(text: str) -> str:
     return text
 
 
-def _forms(text: str) -> tuple[Form, ...]:
-    return () if text.strip() == "none" else tuple(dict.fromkeys(map(Form.parse_stored, text.split(","))))
+def _forms(text: str) -> tuple[tuple[Form, ...], Shares]:
+    """With the shares of their budget files, by name."""
+    names, shares = ([], Shares()) if text.strip() == "none" else name_budgets(text.split(","), None)
+    return tuple(dict.fromkeys(map(Form.parse_stored, names))), shares
 
 
 def _prefill(text: str) -> PrefillCost:

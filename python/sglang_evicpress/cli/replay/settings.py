@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 
 from sglang_evicpress import __version__
 from sglang_evicpress.cli.parser import naming
 from sglang_evicpress.cli.replay.units import Size, plain, show_bytes, three_digits
-from sglang_evicpress.core import Tier
+from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.policy.cost_model import CostSnapshot, TransferCost
+from sglang_evicpress.policy.layer_counts import LayerGroups
+from sglang_evicpress.search.form_budgets import Shares
+from sglang_evicpress.search.menu_budgets import layer_groups
 from sglang_evicpress.simulator.queue import NO_QUEUE
 from sglang_evicpress.simulator.replay import Machine
 from sglang_evicpress.simulator.runs import Settings, servers_at_load
@@ -20,6 +23,9 @@ from sglang_evicpress.traces import Trace
 
 FIXED_LOAD_S = {Tier.HOST: 0.0005, Tier.SSD: 0.002}
 """Seconds every load takes besides its bytes."""
+
+MAX_COUNTS = 4
+"""Different numbers of tokens in the layers of a node, as a server has it unless told otherwise."""
 
 
 def make_settings(args: argparse.Namespace, trace: Trace, working_set_tokens: int) -> Settings:
@@ -37,10 +43,24 @@ def make_settings(args: argparse.Namespace, trace: Trace, working_set_tokens: in
             number = servers_at_load(trace, costs, number)
     curves = None if args.curves is None else args.curves[1]
     machine = Machine(capacity, costs, args.noise, number)
+    forms, shares = args.forms
+    with naming("--forms"):
+        groups = _groups(forms, shares, args.layers)
     return Settings(
-        *(machine, args.slot_bytes, args.forms, args.seed, curves, args.recompute),
+        *(machine, args.slot_bytes, forms, args.seed, curves, args.recompute),
         min_compress_tokens=args.min_compress_tokens,
+        groups=groups,
     )
+
+
+def _groups(forms: Sequence[Form], shares: Shares, num_layers: int | None) -> LayerGroups:
+    """Groups of as many layers as are given, or a budget file has. ValueError where neither tells or both differ."""
+    if num_layers is None:
+        num_layers = next((len(each) for each in shares.values()), None)
+    uneven = [form for form in forms if form.is_uneven]
+    if uneven and num_layers is None:
+        raise ValueError(f"form {uneven[0]} is spread over the layers of a model: expected --layers N, their number")
+    return layer_groups(forms, shares, num_layers or 1, MAX_COUNTS)
 
 
 def _capacity(tier: Tier, size: Size, working_set_tokens: int, slot_bytes: int) -> int:

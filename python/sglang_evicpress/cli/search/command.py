@@ -1,4 +1,4 @@
-"""``evicpress search``: from the arguments to a file of budgets per layer."""
+"""``evicpress search``: from the arguments to a file of layer budgets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import get_args
@@ -14,32 +13,21 @@ from typing import get_args
 from sglang_evicpress.cli.output import print_json
 from sglang_evicpress.cli.parser import INTERRUPTED, Parser, naming, say, whole
 from sglang_evicpress.cli.pictures import check_picture
+from sglang_evicpress.cli.profile.connection import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 from sglang_evicpress.cli.search.plot import draw
 from sglang_evicpress.cli.search.report import FOUND, MAX_TARGET, Compared, Report
+from sglang_evicpress.cli.search.sources import Scored, Source, source_of
 from sglang_evicpress.core import PRESSES
 from sglang_evicpress.files import check_output
-from sglang_evicpress.press import get_press
 from sglang_evicpress.profiler.contexts import GivenContext, read_contexts
-from sglang_evicpress.profiler.local.model import LocalModel
-from sglang_evicpress.profiler.local.objective import (
-    OBJECTIVES,
-    SINKS,
-    Objective,
-    Task,
-    TaskScore,
-    get_objective,
-    prepare,
-)
-from sglang_evicpress.profiler.measure import Asked
-from sglang_evicpress.profiler.prompts import PromptKind, Prompts, Template
+from sglang_evicpress.profiler.engine import EngineError
+from sglang_evicpress.profiler.local.objective import OBJECTIVES, SINKS, TaskScore, get_objective
+from sglang_evicpress.profiler.prompts import PromptKind, Template
 from sglang_evicpress.profiler.scorers import Scorer
 from sglang_evicpress.progress import Progress
 from sglang_evicpress.search.budget_file import BudgetFile, write_budget_file
 from sglang_evicpress.search.evolution import SearchSettings, Step, check_optimizer, found, num_steps, search
 from sglang_evicpress.search.layer_budgets import Budgets, pyramid, round_counts, uniform
-
-Split = tuple[list[int], list[Asked]]
-"""Tokens of a context, and its questions."""
 
 MAX_NEW_TOKENS = 100_000
 MAX_BATCH = 1024
@@ -54,10 +42,15 @@ budgets without seeing the questions. The result is completed to the target and 
 server expands to any number of tokens; evicpress search expand shows that. Every score goes to a journal at once: the
 same command goes on where it was stopped, and other seeds or more iterations use what is there.
 
-Exit status: 0 written, 2 bad input, 130 Ctrl-C.
+With --url, budgets are scored by the server's own answers about shadows of the contexts: no other model is loaded. It
+needs a server whose layers may each keep another number of tokens (--kv-forms snapkv@0.3:pyramid and
+--kv-max-layer-counts for as many numbers as there are layers) and whose --kv-forms name the press, if it reads queries.
+
+Exit status: 0 written, 1 the server refused, 2 bad input, 130 Ctrl-C.
 
 example:
   evicpress search --model DIR --contexts questions.jsonl --held-out others.jsonl --target 128 --out budgets.json
+  evicpress search --url http://127.0.0.1:30000 --contexts questions.jsonl --target 128 --out budgets.json
 """
 
 
@@ -66,39 +59,43 @@ def search_budgets(argv: Sequence[str]) -> int:
     args = make_parser().parse_values(argv)
     settings = _settings(args)
     contexts, held_out = _read(args)
-    with naming("--model"):
-        model = LocalModel(Path(args.model), device=args.device)
-    split, others = _split(args, model, contexts), _split(args, model, held_out)
+    source = source_of(args)
+    try:
+        split, others = source.split(contexts), source.split(held_out)
+    except EngineError as error:
+        raise ValueError(f"--url: {error}") from None
     is_shown = sys.stderr.isatty() and not args.no_progress
     journal = Path(args.journal or f"{args.out}.journal")
     steps = list[Step]()
     try:
-        objective = _objective(args, model, split, is_shown)
-        with Progress(num_steps(model.num_layers, settings), "candidates", is_shown=is_shown) as progress:
-            for step in search(objective, model.num_layers, settings, journal, _identity(args)):
+        objective = source.objective(split, is_shown=is_shown)
+        with Progress(num_steps(source.num_layers, settings), "candidates", is_shown=is_shown) as progress:
+            for step in search(objective, source.num_layers, settings, journal, _identity(args, source)):
                 steps.append(step)
                 progress.step()
                 best = [each for each in steps if each.is_best][-1]
                 progress.name(f"group {step.group + 1}, best {best.score:.4f}")
         budgets = found(steps, settings.target)
         rivals = {
-            "uniform": uniform(model.num_layers, settings.target),
-            "pyramid": pyramid(model.num_layers, settings.target),
+            "uniform": uniform(source.num_layers, settings.target),
+            "pyramid": pyramid(source.num_layers, settings.target),
             FOUND: budgets,
         }
         if (rounded := round_counts(budgets, args.max_layer_counts)) != budgets:
             rivals[f"{FOUND}, {args.max_layer_counts} counts"] = rounded
         reports = [_report(args, "questions of the search", rivals, objective)]
         if others:
-            reports.append(_report(args, "held-out questions", rivals, _objective(args, model, others, is_shown)))
-    except KeyboardInterrupt:
-        say(f"interrupted; the same command goes on: {journal} has what was scored, {args.out} was not written")
-        return INTERRUPTED
+            held = source.objective(others, is_shown=is_shown)
+            reports.append(_report(args, "held-out questions", rivals, held))
+    except (KeyboardInterrupt, EngineError) as error:
+        why = str(error) if isinstance(error, EngineError) else "interrupted"
+        say(f"{why}; the same command goes on: {journal} has what was scored, {args.out} was not written")
+        return 1 if isinstance(error, EngineError) else INTERRUPTED
     note = {
-        "model": Path(args.model).name,
+        "model": source.name,
         "press": args.press,
         "objective": args.objective.name,
-        "score": round(objective(budgets), 6),
+        "score": round(reports[0].compared[FOUND].mean, 6),
         "questions": sum(len(context.questions) for context in contexts),
         "candidates": len(steps),
         "group_size": settings.group_size,
@@ -108,15 +105,17 @@ def search_budgets(argv: Sequence[str]) -> int:
     if args.json:
         print_json({"file": args.out, "note": note, "reports": [report.record() for report in reports]})
     if args.plot:
-        title = f"{Path(args.model).name}, {args.press}, {settings.target} tokens a layer on average"
+        title = f"{source.name}, {args.press}, {settings.target} tokens a layer on average"
         draw(rivals, steps, args.plot, title, args.objective.name)
     return 0
 
 
 def make_parser() -> Parser:
-    parser = Parser.of("search", "Search how many tokens each layer should keep, with a local model.", _EPILOG)
+    what = "Search how many tokens each layer should keep, with a local model or at a running server."
+    parser = Parser.of("search", what, _EPILOG)
     add, add_value = parser.add_argument, parser.add_value
-    add("--model", required=True, metavar="DIR", help="folder of a model of transformers")
+    add("--model", metavar="DIR", help="folder of a model of transformers")
+    add("--url", metavar="URL", help="of a running server instead, such as http://127.0.0.1:30000")
     add("--contexts", required=True, metavar="FILE", help="contexts with questions to search on, see below")
     add("--held-out", metavar="FILE", help="others, on which the result is compared with uniform budgets and a pyramid")
     add_value("--target", whole(1, MAX_TARGET), "N", "tokens that a layer keeps on average", required=True)
@@ -141,6 +140,8 @@ def make_parser() -> Parser:
     add_value("--template", Template.parse, "TEXT", sent, r"{context}\n\n{question}")
     add_value("--max-new-tokens", whole(1, MAX_NEW_TOKENS), "N", "of an answer; default %(default)s", "64")
     add_value("--batch", whole(1, MAX_BATCH), "N", "contexts in one pass; default %(default)s", "1")
+    add("--api-key", metavar="KEY", help=f"of the server; default: the environment variable {KEY_VARIABLE}")
+    add("--admin-api-key", metavar="KEY", help=f"where it has one too; default: the variable {ADMIN_KEY_VARIABLE}")
     add("--device", metavar="NAME", default="cpu", help="of torch, such as cuda; default %(default)s")
     add("--no-progress", action="store_true", help="no progress bar; there is none either where stderr is no terminal")
     parser.add_json()
@@ -188,31 +189,11 @@ def _with_questions(flag: str, path: str, scorer: Scorer) -> list[GivenContext]:
     return contexts
 
 
-def _split(args: argparse.Namespace, model: LocalModel, contexts: Sequence[GivenContext]) -> list[Split]:
-    """Tokens of each context, and its questions. Raises ValueError for one that is too short."""
-    prompts, split = Prompts(partial(model.tokens, args.prompt), args.template), list[Split]()
-    for context in contexts:
-        with naming(f"context {context.id!r:.60}"):
-            split.append(prompts.split(context.text, context.questions))
-    return split
-
-
-def _objective(args: argparse.Namespace, model: LocalModel, split: Sequence[Split], is_shown: bool) -> Objective:
-    """Tasks that are prefilled, scored by the press and answered over exact KV."""
-    tasks = list[Task]()
-    with Progress(len(split), "contexts", is_shown=is_shown) as progress:
-        progress.name("prefill")
-        for task in prepare(model, get_press(args.press), split, args.max_new_tokens, batch=args.batch):
-            tasks.append(task)
-            progress.step()
-    return Objective(model, tasks, args.objective, args.max_new_tokens, batch=args.batch)
-
-
-def _identity(args: argparse.Namespace) -> dict[str, object]:
+def _identity(args: argparse.Namespace, source: Source) -> dict[str, object]:
     """All that a score of budgets depends on."""
     template = args.template.fill("{context}", "{question}")
     return {
-        "model": args.model,
+        "model": source.identity,
         "contexts": sha256(Path(args.contexts).read_bytes()).hexdigest()[:16],
         "press": args.press,
         "objective": args.objective.name,
@@ -222,9 +203,9 @@ def _identity(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _report(args: argparse.Namespace, which: str, rivals: Mapping[str, Budgets], objective: Objective) -> Report:
+def _report(args: argparse.Namespace, which: str, rivals: Mapping[str, Budgets], objective: Scored) -> Report:
     compared = {name: Compared(budgets, objective.by_question(budgets)) for name, budgets in rivals.items()}
-    num_questions = sum(len(task.asked) for task in objective.tasks)
+    num_questions = sum(map(len, compared[FOUND].scores))
     report = Report(f"{args.objective.name}, {which}", num_questions, compared, objective.exact)
     if not args.json:
         print("\n".join(report.lines()), flush=True)

@@ -12,8 +12,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from sglang_evicpress.press.base import Press
-from sglang_evicpress.press.uneven import SAFEGUARD, scored, select_across_heads, select_by_layer
+from sglang_evicpress.press import Press, scored
+from sglang_evicpress.press.layers import SAFEGUARD, select_across_heads, select_by_layer
 from sglang_evicpress.profiler.engine import Answer, Likelihood
 from sglang_evicpress.profiler.local.model import ContextKV, Survivors
 from sglang_evicpress.profiler.measure import Asked
@@ -99,9 +99,14 @@ def even_heads(scores: Tensor, budgets: Budgets) -> Survivors:
 
 def adaptive_heads(scores: Tensor, budgets: Budgets, safeguard: float = SAFEGUARD) -> Survivors:
     """In each layer as many slots as ``even_heads``, shared by the scores of its heads (Ada-KV)."""
+    pairs = zip(scores, budgets, strict=True)
+    return survivors_of(select_across_heads(layer, min(budget, layer.shape[-1]), safeguard) for layer, budget in pairs)
+
+
+def survivors_of(masks: Iterable[Tensor]) -> Survivors:
+    """Of one mask a layer, bool [kv_heads, n]; its heads may keep different numbers."""
     indices, is_kept = list[Tensor](), list[Tensor]()
-    for layer, budget in zip(scores, budgets, strict=True):
-        keep = select_across_heads(layer, min(budget, layer.shape[-1]), safeguard)
+    for keep in masks:
         counts = keep.sum(-1)
         widest = int(counts.max())
         order = keep.int().argsort(dim=-1, descending=True, stable=True)[:, :widest]  # kept ones first, ascending

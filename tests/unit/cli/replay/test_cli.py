@@ -124,6 +124,28 @@ def test_a_fixed_press_by_hand(trace: str, curves: str, tmp_path: Path, capsys: 
     assert [row["lru/this"] for row in rows(capsys.readouterr().out)] == ["1.00", "1.41"]
 
 
+def test_layer_budgets_take_the_fullest_layer_on_the_gpu_and_their_mean_below(trace: str, tmp_path: Path) -> None:
+    """Of 20 tokens, 4 layers keep 19, 6, 3 and 3: 8 slots' bytes in host memory, 19 slots on the GPU."""
+    budgets, out = tmp_path / "found.json", tmp_path / "out.jsonl"
+    shares = {"num_layers": 4, "shares": [2.4, 0.8, 0.4, 0.4], "target": 10}
+    budgets.write_text(json.dumps({"format": "evicpress-layer-budgets", "version": 1, **shares}))
+    words = ("--policy", "evicpress", *TRANSFER_COSTS, "--host", "9", "--forms", f"keydiff@0.4:{budgets}")
+    assert run(trace, *words, "--alpha", "0.1", "--recompute", "none", "--jsonl", str(out)) == 0
+    (record,) = records(out)
+    (form,) = record["settings"]["forms"]  # type: ignore[index]
+    assert form.startswith("keydiff@0.4:found-")
+    assert record["decisions"] == {f"{form}/host": 2}
+    assert record["moved_bytes"] == {"gpu to host": 16, "host to gpu": 8}
+
+
+def test_a_pyramid_needs_the_number_of_layers(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (trace, "--policy", "evicpress", *TRANSFER_COSTS, "--forms", "keydiff@0.4:pyramid")
+    assert run(*words) == 2
+    says = "form keydiff@0.4:pyramid is spread over the layers of a model: expected --layers N"
+    assert says in capsys.readouterr().err
+    assert run(*words, "--layers", "32") == 0
+
+
 def test_waiting_by_hand(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With one server the second request waits a second for the first."""
     assert run(trace, "--policy", "lru", *TRANSFER_COSTS, "--servers", "1") == 0

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_evicpress.press import get_press, select
-from sglang_evicpress.press.uneven import scored, select_across_heads, select_by_layer
+from sglang_evicpress.press import get_press, scored, select
+from sglang_evicpress.press.layers import select_across_heads, select_by_layer
 
 NAN, INF = math.nan, math.inf
 

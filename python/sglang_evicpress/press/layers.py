@@ -1,4 +1,8 @@
-"""Selection of survivors in other numbers: per layer, and per head of a layer by scores compared across its heads."""
+"""Survivors in other numbers: per layer, and per head of a layer by scores compared across its heads.
+
+What layers keep is chosen here alone: in a search, where scores are kept and budgets change, in the pool of a server,
+and on the way to a lower tier.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +12,23 @@ import torch
 from torch import Tensor
 
 from sglang_evicpress.kernels.select import select_survivors
-from sglang_evicpress.press.base import Press, PressInput
 
 SAFEGUARD = 0.2
 """Share of the mean that every head keeps (Ada-KV, arXiv 2407.11550, section 4: alpha 0.2)."""
 
 
-def scored(press: Press, node: PressInput, sinks: int) -> Tensor:
-    """fp32 [layers, kv_heads, n] by which ``press`` selects; infinite for absolute positions below ``sinks``."""
-    return press.score(node).masked_fill(node.positions < sinks, float("inf"))
-
-
 def select_by_layer(scores: Tensor, num_kept: Sequence[int]) -> list[Tensor]:
-    """Per layer the best of each head, int32 [kv_heads, num_kept of the layer], ascending; ties keep the lower index.
-    Equal numbers give what ``press.select`` gives. Raises ValueError unless there is one number in [0, n] a layer."""
+    """Per layer the best of each head by ``press.scored``, int32 [kv_heads, num_kept of the layer], ascending; ties
+    keep the lower index. Equal numbers give what ``press.select`` gives. Layers of one number are chosen from at once.
+    Raises ValueError unless there is one number in [0, n] a layer."""
     if len(num_kept) != len(scores):
         raise ValueError(f"{len(num_kept)} numbers to keep are given: expected one for each of {len(scores)} layers")
-    parts = zip(scores.split(1), num_kept, strict=True)
-    return [select_survivors(layer, count)[0] for layer, count in parts]
+    chosen = dict[int, Tensor]()
+    for count in set(num_kept):
+        layers = [layer for layer, each in enumerate(num_kept) if each == count]
+        survivors = select_survivors(scores if len(layers) == len(scores) else scores[layers], count)
+        chosen.update(zip(layers, survivors, strict=True))
+    return [chosen[layer] for layer in range(len(scores))]
 
 
 def select_across_heads(scores: Tensor, num_kept: int, safeguard: float = SAFEGUARD) -> Tensor:
