@@ -113,7 +113,7 @@ def _complete(server: Server, prompt: str, **fields: object) -> dict[str, object
 
 
 def _profile(server: Server, contexts: Sequence[Context]) -> None:
-    """By the questions that are not asked; the server goes by it from then on."""
+    """Profile by the questions that are not asked; the server goes by it from then on."""
     engine = ServerEngine(HttpTransport(server.url, admin_api_key=ADMIN_KEY), fill_tokens=2048, may_evict=True)
     vocabulary, scorer = load_vocabulary(), get_scorer(SCORER)
     for context in contexts:

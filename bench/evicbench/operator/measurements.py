@@ -23,7 +23,7 @@ HOSTILE_S = 60.0
 
 
 def measure_tests() -> Iterator[Line]:
-    """In one process: to import SGLang twice would take longer than the tests."""
+    """Run all in one process: to import SGLang twice would take longer than the tests."""
     found = run_tests(*ERRORS, *COMMANDS)
     yield verdict(
         "errors of flags, bodies and files, each a row of a table test",

@@ -31,7 +31,7 @@ class Walked:
         return self.exact_tokens + self.lossy_tokens
 
     def as_usage(self) -> dict[str, object]:
-        """As ``usage.kv_cache`` says it."""
+        """Counts as ``usage.kv_cache`` says them."""
         return {"exact_tokens": self.exact_tokens, "lossy_tokens": self.lossy_tokens, "tiers": dict(self.tiers)}
 
 
@@ -65,7 +65,7 @@ class Tree:
                 self._qualities[node["id"]] = next(float(each["q"]) for each in options if each["role"] == "held")
 
     def walk(self, prompt: Sequence[int], num_tokens: int) -> Walked:
-        """What the first tokens of a prompt are, of which the qualities were noted. What was computed upon a lossy
+        """Kinds of the first tokens of a prompt, whose qualities were noted. What was computed upon a lossy
         prefix is no better than that."""
         exact, lossy, lost, tiers = 0, 0, 0.0, Counter[str]()
         for node, matched in self.path(prompt, num_tokens):

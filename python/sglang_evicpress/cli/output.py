@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def print_result(args: argparse.Namespace, document: object, lines: Iterable[str]) -> None:
-    """What a command found, in the way that it was asked for."""
+    """Print the result of a command in the way that it was asked for."""
     if args.json:
         print_json(document)
     else:
@@ -29,7 +29,7 @@ def print_json_line(document: object) -> None:
 
 
 def _plain(value: object) -> object:
-    """The same in values that JSON has: a number that is not finite is null, a path its text."""
+    """Value in terms that JSON has: a number that is not finite is null, a path its text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Path):
