@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks all try, and how it went on the worst of them."""
+"""Outcomes of what tensor-parallel ranks all try, and their agreement on them."""
 
 from __future__ import annotations
 
