@@ -39,14 +39,14 @@ class Subscriber:
         self.view, self._socket = BlockView(), zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, "")
         self._socket.connect(f"tcp://127.0.0.1:{port}")
-        self._next = 0
+        self._next = 0  # batch; a server tells of its empty cache before anybody listens
 
     def follow(self, wait_s: float = QUIET_S) -> BlockView:
         """Apply what has come, until nothing more does."""
         while self._socket.poll(1000 * wait_s):
             _, number, payload = self._socket.recv_multipart()
             sequence = int.from_bytes(number, "big")
-            if sequence != self._next:
+            if self._next and sequence != self._next:
                 self.view.problems.append(f"batches {self._next} to {sequence - 1} were lost")
             self._next = sequence + 1
             self.view.apply(msgspec.msgpack.decode(payload)[1])
