@@ -119,7 +119,7 @@ class Integrity:
         return {"ok": not found, "violations": found[:MAX_VIOLATIONS], "num_nodes": len(self.tree.nodes)}
 
     def _of_all_ranks(self, found: list[str]) -> list[str]:
-        """What was found on any rank, and what ranks have decided differently."""
+        """Problems found on any rank, and what ranks have decided differently."""
         told = self.ranks.gathered((found, self._decided()))
         broken = [f"rank {rank}: {each}" for rank, (theirs, _) in enumerate(told) for each in theirs]
         for rank, (_, decided) in enumerate(told):

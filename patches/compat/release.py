@@ -73,7 +73,7 @@ class Release(Protocol):
         """It has it no more."""
 
     def event_salt(self, extra_key: str | None) -> str:
-        """What of a namespace is in the names of its blocks: others with the same have equal names for equal tokens."""
+        """Part of a namespace that names its blocks: others with the same have equal names for equal tokens."""
 
 
 class RequestKV(Protocol):

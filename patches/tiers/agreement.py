@@ -26,7 +26,7 @@ ASK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What rank 0 tells: its clock, the jobs that have ended there, by their threads' name and number, in that order,
+    """News of rank 0: its clock, the jobs that have ended there, by their threads' name and number, in that order,
     and whether ranks are to say how their disks are."""
 
     now_s: float
@@ -58,7 +58,7 @@ class Agreement:
         self._told_s = self._asked_s = 0.0
 
     def now_s(self) -> float:
-        """What rank 0 last told; this rank's own clock once it is alone."""
+        """Time that rank 0 last told; this rank's own clock once it is alone."""
         return time.monotonic() if self.ranks.is_alone else self._now_s
 
     @property

@@ -130,7 +130,7 @@ class Grafting:
     def _agreed(
         self, is_usable: bool, layout: SurvivorLayout | None, header: Header
     ) -> tuple[bool, SurvivorLayout | None]:
-        """Whether every rank can use its entry, and the layout shown where all ranks show theirs."""
+        """True if every rank can use its entry, and the layout shown where all ranks show theirs."""
         shown = torch.zeros(header.num_slots, dtype=torch.int64) if layout is None else layout.logical
         highest = self.storage.ranks.highest(torch.cat([torch.tensor([not is_usable]), shown]))
         return not highest[0], layout if layout is None else layout.shown_at(highest[1:])

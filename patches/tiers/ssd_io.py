@@ -413,7 +413,7 @@ class Lookup(Job):
             self.found = None
 
     def values_to_agree(self) -> torch.Tensor:
-        """What was found, as two numbers of which one is the other's negative where all ranks have found the same."""
+        """Entries found, as two numbers of which one is the other's negative where all ranks have found the same."""
         number = 0
         if self.found is not None:
             header = self.found[1]
@@ -423,7 +423,7 @@ class Lookup(Job):
         return torch.tensor([number, -number])
 
     def take_agreed(self, values: torch.Tensor) -> None:
-        """What not all ranks have found is a miss."""
+        """An entry that not all ranks have found is a miss."""
         if int(values[0]) != -int(values[1]):
             self.found = None
 

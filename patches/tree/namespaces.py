@@ -25,7 +25,7 @@ def salt_of(extra_key: str | None) -> str:
 
 
 def unsalted_key(extra_key: str | None) -> str | None:
-    """What is beside the salt in a name that ``salted_key`` made, None where nothing is; any other name as it is."""
+    """The rest beside the salt in a name that ``salted_key`` made, None where nothing is; any other name as it is."""
     if extra_key is None or not extra_key.startswith(SALT_PREFIX):
         return extra_key
     length, _, rest = extra_key[len(SALT_PREFIX) :].partition("/")

@@ -372,7 +372,7 @@ class Config(_Settings):
 
     @property
     def uniform_forms(self) -> str:
-        """Those of ``forms`` that keep as many tokens in every layer."""
+        """Forms, of ``forms``, that keep as many tokens in every layer."""
         return ",".join(form for form in self.forms.split(",") if ":" not in form)
 
     @property

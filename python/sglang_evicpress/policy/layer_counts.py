@@ -71,7 +71,7 @@ class LayerGroups:
         return self._whole_numbers(counts, mean * len(self.group_of), most)
 
     def counts_of(self, layer_tokens: Sequence[int]) -> tuple[int, ...]:
-        """What a layer of each group keeps where each layer keeps so many. Raises ValueError for another number of
+        """Tokens that a layer of each group keeps where each layer keeps so many. Raises ValueError for another number of
         layers, and where layers of a group would keep different numbers."""
         if self == NO_BUDGETS:
             raise ValueError(

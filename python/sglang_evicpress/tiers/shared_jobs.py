@@ -62,7 +62,7 @@ class SharedWorkers(Workers):
         return jobs
 
     def outcome(self, number: int) -> int:
-        """How a job has ended here."""
+        """End of a job on this rank."""
         self._collect()
         job = self._ended.get(number)
         if job is None:

@@ -83,7 +83,7 @@ class RankWalk(TierWalk):
         """Refused."""
 
     def state(self) -> object:
-        """What must not differ between ranks."""
+        """Everything that must not differ between ranks."""
         cache, storage = self.cache, self.tree.storage
         nodes = [
             (

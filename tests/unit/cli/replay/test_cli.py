@@ -125,7 +125,7 @@ def test_a_fixed_press_by_hand(trace: str, curves: str, tmp_path: Path, capsys: 
 
 
 def test_layer_budgets_take_the_fullest_layer_on_the_gpu_and_their_mean_below(trace: str, tmp_path: Path) -> None:
-    """Of 20 tokens, 4 layers keep 19, 6, 3 and 3: 8 slots' bytes in host memory, 19 slots on the GPU."""
+    """4 layers keep, of 20 tokens, 19, 6, 3 and 3: 8 slots' bytes in host memory, 19 slots on the GPU."""
     budgets, out = tmp_path / "found.json", tmp_path / "out.jsonl"
     shares = {"num_layers": 4, "shares": [2.4, 0.8, 0.4, 0.4], "target": 10}
     budgets.write_text(json.dumps({"format": "evicpress-layer-budgets", "version": 1, **shares}))
