@@ -69,7 +69,7 @@ $(VENV)/.ready: pyproject.toml uv.lock bench/evicbench/releases/cpu_shim.py
 	@touch $@
 
 test: setup
-	$(PY) -m pytest -n 2 --dist loadfile -m "not alone" $(REPORTS:%=--junitxml=%/two-processes.xml)
+	$(PY) -m pytest -n 2 --dist loadfile -m "not alone and not soak" $(REPORTS:%=--junitxml=%/two-processes.xml)
 	$(PY) -m pytest -m alone $(REPORTS:%=--junitxml=%/alone.xml)
 
 check: setup
@@ -78,7 +78,7 @@ check: setup
 	$(PY) -m mypy
 
 contract: setup
-	$(PY) -m pytest -n 2 --dist loadfile tests/contract
+	$(PY) -m pytest -n 2 --dist loadfile -m "not soak" tests/contract
 
 check-release: setup
 	$(BENCH) -m evicbench.releases.here install contract exactness stock salts

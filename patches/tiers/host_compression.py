@@ -228,7 +228,7 @@ class Compression(Job):
         self.entry.header = replace(self.entry.header, extents=tuple(extents))
 
     def values_to_agree(self) -> torch.Tensor | None:
-        """Positions at which survivors are shown: ranks, which have other heads, must split the node at the same slot."""
+        """Positions at which survivors are shown: ranks have other heads, and must split the node at the same slot."""
         return None if self.layout is None or self.layout is self.copy.layout else self.layout.logical
 
     def take_agreed(self, values: torch.Tensor) -> None:

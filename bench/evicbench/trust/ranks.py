@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+from evicbench.pytest_runs import passed
 from evicbench.report import Line
 from evicbench.testbed.server import Server
 from evicbench.tiers import chaos
@@ -77,5 +78,7 @@ def _case(folder: Path, num_ranks: int) -> Case:
 
 
 def measure() -> Iterator[Line]:
+    walks = "two ranks without a model: random walks with faults on either, every decision and row compared"
+    yield passed(walks, "all pass", "-m", "soak", "tests/contract/tiers/test_tier_ranks.py")
     yield from measure_agreement()
     yield from measure_first_token()

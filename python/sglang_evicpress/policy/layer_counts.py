@@ -71,8 +71,8 @@ class LayerGroups:
         return self._whole_numbers(counts, mean * len(self.group_of), most)
 
     def counts_of(self, layer_tokens: Sequence[int]) -> tuple[int, ...]:
-        """Tokens that a layer of each group keeps where each layer keeps so many. Raises ValueError for another number of
-        layers, and where layers of a group would keep different numbers."""
+        """Tokens that a layer of each group keeps where each layer keeps so many. Raises ValueError for another number
+        of layers, and where layers of a group would keep different numbers."""
         if self == NO_BUDGETS:
             raise ValueError(
                 "layers of this server keep equally many tokens: expected one whose --kv-forms have layer budgets, "

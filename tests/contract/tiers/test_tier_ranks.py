@@ -178,7 +178,8 @@ def run_ranks(folder: Path, task: Callable[..., None], *arguments: int, seconds:
             process.kill()
 
 
-@pytest.mark.parametrize(("seed", "page_size"), [(0, 1), (1, 4)])
+@pytest.mark.soak  # ranks with tiers are refused until they decide alike whatever the moment
+@pytest.mark.parametrize(("seed", "page_size"), [(0, 1), (1, 4), (2, 1), (3, 4)])
 def test_ranks_with_faults_of_their_own_decide_alike_and_keep_every_row(
     tmp_path: Path, seed: int, page_size: int
 ) -> None:
