@@ -15,7 +15,7 @@ from evicbench.operator.tree_reader import TreeReader, Walked
 from evicbench.report import Line
 from evicbench.testbed.contexts import FEW_FACTS
 from evicbench.testbed.server import ADMIN_KEY, Server
-from evicbench.testbed.tasks import Context, make_context
+from evicbench.testbed.tasks import Context, Question, make_context
 from evicbench.testbed.vocabulary import ASK, BOS, load_vocabulary
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.client import ServerEngine
@@ -31,7 +31,6 @@ NUM_CONTEXTS = 36
 FAMILIES = ("needle", "redundant", "mapping", "record", "hop", "mixed")
 CONTEXT_TOKENS = (400, 700)
 NUM_QUESTIONS = 12
-NUM_PROFILED = 6
 ANSWER_TOKENS = 14
 POOL_SLOTS = 2_600
 SCORER = "f1"
@@ -103,7 +102,14 @@ def answers_over_exact_kv(contexts: Sequence[Context]) -> dict[str, str]:
 
 
 def _prompts(context: Context) -> list[str]:
-    return [context.prompt(question.text) for question in context.questions[NUM_PROFILED:NUM_QUESTIONS]]
+    return [context.prompt(question.text) for question in _halves(context)[1]]
+
+
+def _halves(context: Context) -> tuple[Sequence[Question], Sequence[Question]]:
+    """Questions that the context is profiled by, and those that are asked."""
+    questions = context.questions[:NUM_QUESTIONS]
+    middle = len(questions) // 2
+    return questions[:middle], questions[middle:]
 
 
 def _complete(server: Server, prompt: str, **fields: object) -> dict[str, object]:
@@ -120,8 +126,7 @@ def _profile(server: Server, contexts: Sequence[Context]) -> None:
         tokens = vocabulary.encode(f"{BOS} {context.text}")
         end = len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
         asked = [
-            Asked([*tokens[end:], *vocabulary.encode(f"{ASK} {question.text}")])
-            for question in context.questions[:NUM_PROFILED]
+            Asked([*tokens[end:], *vocabulary.encode(f"{ASK} {question.text}")]) for question in _halves(context)[0]
         ]
         profile = profile_context(engine, tokens[:end], None, asked, FORMS, scorer, max_new_tokens=ANSWER_TOKENS)
         server.post("/evicpress/profiles", {"profile": profile.to_json(), "is_fresh": True})
