@@ -184,9 +184,10 @@ def test_every_call_within_a_sentence_is_served() -> None:
         for page in PAGES
         for call in re.findall(r"`(GET|POST) (/evicpress[\w/{}]*)[?`]", page.read_text(encoding="utf-8"))
     }
+    unversioned = {path.replace("/v1/", "/") for path in PATHS}
     assert len(calls) >= 5
     for method, path in calls:
-        assert (method == "GET" and path.replace("/v1/", "/") in PATHS) or find_route(method, path)
+        assert (method == "GET" and path.replace("/v1/", "/") in unversioned) or find_route(method, path)
 
 
 def targets() -> set[str]:
