@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,13 +74,22 @@ def test_functions_and_classes_open_with_a_noun_or_a_verb(found: list[Docstring]
     assert len(bad) < MAX_SHARE * len(others), bad
 
 
+@functools.cache
+def names() -> frozenset[str]:
+    """Names of the documents of the repository; environments beside it are not searched."""
+    tops = (path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return frozenset(
+        path.name for found in (ROOT.glob("*.md"), *(top.glob("**/*.md") for top in tops)) for path in found
+    )
+
+
 def citations(text: str) -> list[str]:
     """Lines that cite a document which is not in the repository."""
     return [
         line
         for line in text.splitlines()
         if any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", line) for word in FOREIGN)
-        or any(not list(ROOT.glob(f"**/{name}")) for name in re.findall(r"(?<![\w.-])[A-Z]{4,}\.md", line))
+        or any(name not in names() for name in re.findall(r"(?<![\w.-])[A-Z]{4,}\.md", line))
     ]
 
 
