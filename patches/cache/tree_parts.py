@@ -23,7 +23,6 @@ from sglang_evicpress.patches.tree.changes import NodeChanges
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node_queries import NodeQueries
 from sglang_evicpress.patches.tree.quality_floors import QualityFloors
-from sglang_evicpress.patches.tree.ranks import Ranks
 from sglang_evicpress.patches.tree.set_aside import SetAside
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
 from sglang_evicpress.patches.tree.types import Node
@@ -49,7 +48,7 @@ class TreeParts:
         self.num_failed = Counter[str]()
         self.changes = NodeChanges()
         self.queries = NodeQueries(self.changes.changed)
-        self.ranks = Ranks(compressor.group)
+        self.ranks = compressor.ranks
         self.background_clock = BackgroundClock(is_shared=not self.ranks.is_alone)
         self.eviction_log = EvictionLog()
         self.ledger = SlotLedger(partial(free_whole_pages, allocator))

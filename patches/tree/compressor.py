@@ -23,6 +23,7 @@ from sglang_evicpress.patches.tree.form_presses import FormPresses
 from sglang_evicpress.patches.tree.layer_press import LayerPress, layout_of_layers
 from sglang_evicpress.patches.tree.model_identity import agreed
 from sglang_evicpress.patches.tree.node_kv import NodeSlots
+from sglang_evicpress.patches.tree.ranks import Ranks
 from sglang_evicpress.patches.tree.tries import agree, raised, tried_here
 from sglang_evicpress.policy.layer_counts import NO_BUDGETS, LayerGroups
 from sglang_evicpress.press import PressInput, QueryWindow, scored, select
@@ -75,6 +76,7 @@ class Compressor:
         self.forward_stream: Any = None
         self._pool = pool
         self._ahead: dict[int, tuple[torch.Tensor, Placed | Exception]] = {}  # by id of the slots, which it keeps
+        self.ranks = Ranks(group)
         self._group = group  # CPU group of the tensor-parallel ranks, None when there is one rank
         layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         # Not get_key_buffer: that one waits for layer transfers, which only attention may do.
@@ -417,11 +419,6 @@ class Compressor:
         """Whatever is launched from here on starts behind the forward pass in flight; the host waits for nothing."""
         if self.forward_stream is not None and slots.is_cuda:
             torch.cuda.current_stream().wait_stream(self.forward_stream)
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks, None where there is one."""
-        return self._group
 
     @property
     def is_alone(self) -> bool:

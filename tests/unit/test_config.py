@@ -87,6 +87,7 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
         "drift_threshold": 0.2,
         "online_profiling": False,
         "tenants": {"acme": {"cache_salt": "a", "kv_quality": 0.9}},
+        "slot_checks": 0.01,
         "decode_budget": 512,
         "decode_method": "compact",
         "decode_score": "keydiff",

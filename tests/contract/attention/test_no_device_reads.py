@@ -137,7 +137,7 @@ def test_compression_of_layers_to_different_numbers(monkeypatch: pytest.MonkeyPa
     buffers = [[torch.zeros(NUM_SLOTS, HEADS, DIM, device=META) for _ in range(LAYERS)] for _ in range(2)]
     press = LayerPress(*buffers, groups, PAGE, 4)
     monkeypatch.setattr(layer_press, "compact", lambda *_: None)  # launches a kernel
-    kernel = "sglang_evicpress.press.base.select_survivors"  # another one
+    kernel = "sglang_evicpress.press.layers.select_survivors"  # another one
     monkeypatch.setattr(
         kernel, lambda scores, count: torch.zeros(*scores.shape[:2], count, dtype=torch.int32, device=META)
     )
@@ -196,13 +196,13 @@ def test_pages_that_are_freed(count: int) -> None:
 
 def test_a_node_that_is_loaded_gets_its_slots(pinned: list[torch.Tensor]) -> None:
     ledger, told = SlotLedger(lambda slots: None), list[object]()
-    told_of = lambda *_: 1.0, told.append, told.append
+    told_of = lambda *_: 1.0, told.append
     placement = Placement(SimpleNamespace(), SimpleNamespace(), ledger, *told_of, lambda form, size: size, 16)
     node = SimpleNamespace(kv=NodeKV(), key=[0] * 20, value=None, lock_ref=1)
     held = layout(8, 20)
     copy = Copy(Tier.HOST, Form("keydiff", 0.5), None, 0, 8, held, False, None)  # type: ignore[arg-type]
     placement.place(node, copy, slots(8))
-    assert node.value.is_meta and len(node.value) == 20 and ledger.protected == 8 and told == [node, node]
+    assert node.value.is_meta and len(node.value) == 20 and ledger.protected == 8 and told == [node]
     assert any(each is held.logical for each in pinned)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tests.contract.tiers.test_host_compression import HostWalk
 
+from sglang_evicpress.patches.tiers import storage
 from sglang_evicpress.tiers.host import arena as module
-from sglang_evicpress.tiers.host.arena import Arena
 from sglang_evicpress.tiers.host.memory import Memory
 
 STEP, SIZE = 64 << 10, 192 << 10
@@ -22,7 +22,7 @@ def test_random_walk_on_a_tier_that_grows_cannot_and_can_again(
     memory = [PLENTY]
     monkeypatch.setattr(module, "read_memory", lambda: memory[0])
     monkeypatch.setattr(module, "RETRY_S", 0.0)
-    monkeypatch.setitem(Arena.__init__.__kwdefaults__, "step_bytes", STEP)
+    monkeypatch.setattr(storage, "STEP_BYTES", STEP)
     walk = HostWalk(5, 1, tmp_path if has_ssd else None, host_bytes=SIZE)
     walk.cost = None
     try:
