@@ -6,7 +6,7 @@ import pytest
 from evicbench.correctness.stock import compare, compare_import
 from evicbench.report import Line
 
-pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
+pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
