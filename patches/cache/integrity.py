@@ -122,9 +122,10 @@ class Integrity:
         """Problems found on any rank, and what ranks have decided differently."""
         told = self.ranks.gathered((found, self._decided()))
         broken = [f"rank {rank}: {each}" for rank, (theirs, _) in enumerate(told) for each in theirs]
+        _, of_first = told[0]
         for rank, (_, decided) in enumerate(told):
-            broken += [f"rank {rank} has other {name} than rank 0" for name, digest in decided.items()
-                       if digest != told[0][1][name]]  # fmt: skip
+            others = (name for name, digest in decided.items() if digest != of_first[name])
+            broken += [f"rank {rank} has other {name} than rank 0" for name in others]
         return broken
 
     def _decided(self) -> dict[str, bytes]:

@@ -20,8 +20,7 @@ Call = Callable[[str, Json], Awaitable[EvicPressReqOutput]]
 @dataclass(frozen=True, slots=True)
 class Listing:
     """``items``: the list in the answer. ``cursor``: the argument that continues behind ``next`` of the page before.
-    ``is_shared``: callers at about the same time get the
-    same answer."""
+    ``is_shared``: callers at about the same time get the same answer."""
 
     items: str
     cursor: str

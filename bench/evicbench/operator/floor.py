@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
+from typing import NamedTuple
 
 from evicbench.operator.tree_reader import TreeReader, Walked
 from evicbench.report import Line
@@ -17,6 +18,7 @@ from evicbench.testbed.contexts import FEW_FACTS
 from evicbench.testbed.server import ADMIN_KEY, Server
 from evicbench.testbed.tasks import Context, Question, make_context
 from evicbench.testbed.vocabulary import ASK, BOS, load_vocabulary
+from sglang_evicpress.asked_quality import ServedKV, served_kv
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.client import ServerEngine
 from sglang_evicpress.profiler.measure import Asked, profile_context
@@ -94,11 +96,7 @@ def make_contexts(number: int, seed: int = 0) -> list[Context]:
 def answers_over_exact_kv(contexts: Sequence[Context]) -> dict[str, str]:
     """Answers of stock SGLang by prompt, to the questions that are asked."""
     with Server() as server:
-        return {
-            prompt: str(_complete(server, prompt)["choices"][0]["text"])
-            for context in contexts
-            for prompt in _prompts(context)
-        }
+        return {prompt: _complete(server, prompt).text for context in contexts for prompt in _prompts(context)}
 
 
 def _prompts(context: Context) -> list[str]:
@@ -112,10 +110,17 @@ def _halves(context: Context) -> tuple[Sequence[Question], Sequence[Question]]:
     return questions[:middle], questions[middle:]
 
 
-def _complete(server: Server, prompt: str, **fields: object) -> dict[str, object]:
+class Answer(NamedTuple):
+    """Text of an answer, and what its usage says of the KV that it was served from."""
+
+    text: str
+    kv_cache: ServedKV
+
+
+def _complete(server: Server, prompt: str, **fields: object) -> Answer:
     body = {"model": "default", "prompt": prompt, "temperature": 0, "max_tokens": ANSWER_TOKENS, **fields}
-    answer: dict[str, object] = server.post("/v1/completions", body)
-    return answer
+    answer = server.post("/v1/completions", body)
+    return Answer(str(answer["choices"][0]["text"]), answer["usage"].get("kv_cache") or served_kv(0, 0, 1.0, {}))
 
 
 def _profile(server: Server, contexts: Sequence[Context]) -> None:
@@ -143,10 +148,9 @@ def _play(
             prompt_ids, before = load_vocabulary().encode(prompt), reader.read_when_quiet()
             before.note_qualities(prompt_ids)
             answer = _complete(server, prompt, **fields)
-            usage = answer["usage"]["kv_cache"]  # type: ignore[index]
-            num_cached = usage["exact_tokens"] + usage["lossy_tokens"]
-            f1 = token_f1(str(answer["choices"][0]["text"]), exact[prompt])  # type: ignore[index]
-            served.add(f1, usage, before.walk(prompt_ids, num_cached))
+            num_cached = answer.kv_cache["exact_tokens"] + answer.kv_cache["lossy_tokens"]
+            f1 = token_f1(answer.text, exact[prompt])
+            served.add(f1, answer.kv_cache, before.walk(prompt_ids, num_cached))
     return with_floor, without
 
 
