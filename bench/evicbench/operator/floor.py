@@ -18,7 +18,7 @@ from evicbench.testbed.contexts import FEW_FACTS
 from evicbench.testbed.server import ADMIN_KEY, Server
 from evicbench.testbed.tasks import Context, Question, make_context
 from evicbench.testbed.vocabulary import ASK, BOS, load_vocabulary
-from sglang_evicpress.asked_quality import ServedKV, served_kv
+from sglang_evicpress.asked_quality import ServedKV
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.client import ServerEngine
 from sglang_evicpress.profiler.measure import Asked, profile_context
@@ -114,13 +114,13 @@ class Answer(NamedTuple):
     """Text of an answer, and what its usage says of the KV that it was served from."""
 
     text: str
-    kv_cache: ServedKV
+    kv_cache: ServedKV | None
 
 
 def _complete(server: Server, prompt: str, **fields: object) -> Answer:
     body = {"model": "default", "prompt": prompt, "temperature": 0, "max_tokens": ANSWER_TOKENS, **fields}
     answer = server.post("/v1/completions", body)
-    return Answer(str(answer["choices"][0]["text"]), answer["usage"].get("kv_cache") or served_kv(0, 0, 1.0, {}))
+    return Answer(str(answer["choices"][0]["text"]), answer["usage"].get("kv_cache"))
 
 
 def _profile(server: Server, contexts: Sequence[Context]) -> None:
@@ -148,9 +148,11 @@ def _play(
             prompt_ids, before = load_vocabulary().encode(prompt), reader.read_when_quiet()
             before.note_qualities(prompt_ids)
             answer = _complete(server, prompt, **fields)
-            num_cached = answer.kv_cache["exact_tokens"] + answer.kv_cache["lossy_tokens"]
-            f1 = token_f1(answer.text, exact[prompt])
-            served.add(f1, answer.kv_cache, before.walk(prompt_ids, num_cached))
+            usage = answer.kv_cache
+            if usage is None:
+                raise RuntimeError(f"an answer has no usage.kv_cache: {answer.text!r:.100}")
+            walked = before.walk(prompt_ids, usage["exact_tokens"] + usage["lossy_tokens"])
+            served.add(token_f1(answer.text, exact[prompt]), usage, walked)
     return with_floor, without
 
 
