@@ -128,6 +128,8 @@ class TreeSearch:
                 break
         else:
             best = self._exchanged(best, found[0].prices, enough)
+        if best is given:  # which may be no choice of this tree: the greedy drops what is below a node that must go
+            return None
         is_clear = best.value - given.value > CLOSE * (bound - dropped) / 2 or given.value < dropped <= best.value
         return self._kept(best) if is_clear else None
 
