@@ -23,6 +23,7 @@ from sglang_evicpress.patches.tree.ranks import Ranks
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
+from sglang_evicpress.policy.tenant_plans import TenantPlans
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import HostEntry, SsdEntry
 from sglang_evicpress.tiers.host.tier import HostTier
@@ -62,8 +63,10 @@ class PolicyInUse(Protocol):
     planner: Planner
     menu: Menu
     census: Census
+    tenant_plans: TenantPlans
 
     def finish(self) -> None: ...
+    def tenant_differences(self) -> Iterator[str]: ...
 
 
 class CheckedTiers(Protocol):
@@ -216,6 +219,7 @@ class Integrity:
             for queued_hit in node.kv.queued_hits.values():
                 if queued_hit.nodes.get(node.id) is not node:
                     yield f"node {node.id} carries a queued hit that does not know of it"
+        yield from self.policy.tenant_differences()
         if len(index.candidates) != len(self.tree.nodes):
             yield f"the policy's index has {len(index.candidates)} nodes, the tree {len(self.tree.nodes)}"
         held_bytes = sum(map(num_slots, self.tree.nodes.values())) * self.policy.menu.slot_bytes

@@ -21,6 +21,7 @@ from sglang_evicpress.patches.cache.recomputation import Recomputation
 from sglang_evicpress.patches.cache.served_hits import ServedHits
 from sglang_evicpress.patches.cache.served_kv import note_served_kv
 from sglang_evicpress.patches.cache.slot_checks import SlotChecks
+from sglang_evicpress.patches.cache.tenant_limits import TenantLimits
 from sglang_evicpress.patches.cache.tier_parts import TierParts
 from sglang_evicpress.patches.cache.tree_parts import TreeParts
 from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
@@ -115,6 +116,7 @@ class Parts:
             lambda decisions: self.controller.execute(decisions, occasion=IDLE),
         )
         self.controller = Controller(self.moves, tree.policy, tree.terms, tree.num_failed)
+        self.tenant_limits = TenantLimits(nodes, tree.policy.tenant_plans, self.controller, tiers.host_room.room)
         self.eviction = Eviction(
             allocator,
             tree.ledger,
@@ -326,6 +328,8 @@ class Parts:
         terms.advanced.subscribe(self.moves.retry_failed, tree.quality.refresh_default)
         terms.advanced.subscribe(self.quality_control.follow_clock)
         self.round_begun.subscribe(tree.queued_hits.grow_older, tree.policy.advance, tree.quality.advance)
+        if tree.policy.tenant_plans.limits:
+            self.round_begun.subscribe(self.tenant_limits.enforce)
         terms.costs_changed.subscribe(tree.policy.refresh)
         tree.quality.judged.subscribe(self.quality_control.note_judged)
         self.views.admitted.subscribe(

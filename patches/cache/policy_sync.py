@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Decision, LowerCopy, NodeStats, Tier
 from sglang_evicpress.introspect.census import Census
+from sglang_evicpress.patches.tree.namespaces import salt_of
 from sglang_evicpress.patches.tree.node import census_of
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy import make_planner
@@ -19,7 +20,11 @@ from sglang_evicpress.policy.index import SMALL
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.policy.promotion import Budget, PromotionSearch
+from sglang_evicpress.policy.rules.compress_first import CompressFirstPolicy
+from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
+from sglang_evicpress.policy.tenant_plans import TenantPlans
 from sglang_evicpress.policy.wait_cost import SEARCHED_FROM_S
+from sglang_evicpress.tenants import Tenant
 
 MOST_PLANNED = 4
 """Nodes that one plan in the background may be about, on average: planned and carried out, a millisecond or two."""
@@ -48,7 +53,7 @@ class PolicySync:
     of many nodes only begins to: each round's ``advance`` does some of it. ``tiers`` are those
     there are, ``mean_curve`` is what was measured; ``lower_copies_of``: what lower tiers have of nodes, by id;
     ``stats_of``: a node as the policy sees it; ``mark_dirty``: something may be planned now that could
-    not be."""
+    not be. ``tenants``: ``tenant_plans`` are for those of them that have limits."""
 
     config: EvicPressConfig
     menu: Menu
@@ -60,30 +65,49 @@ class PolicySync:
     stats_of: Callable[[Node], NodeStats]
     mark_dirty: Callable[[], None]
     num_failed: Counter[str]
+    tenants: Sequence[Tenant] = ()
 
     def __post_init__(self) -> None:
         self.census = Census()
         self.alpha = self.config.start_alpha
         self.planner: Planner
+        self.tenant_plans = TenantPlans({tenant.name: tenant.limits for tenant in self.tenants})
+        limited = (tenant for tenant in self.tenants if tenant.limits)
+        self._tenant_of_salt = {tenant.cache_salt: tenant.name for tenant in limited}
         self._unseen: list[int] = []  # ids of nodes of which another quality may be expected now
         self._tells_all = False
         self._search: PromotionSearch | None = None
 
     def renew(self) -> None:
         """A policy that knows no node yet."""
-        config = self.config
-        menu = replace(self.menu, tiers=self.tiers())  # the SSD comes and goes
-        self.planner = make_planner(
-            config.policy, menu, alpha=self.alpha, costs=self.terms.weighed, mean_curve=self.mean_curve()
-        )
+        self.planner = self._make_planner()
+        self.tenant_plans.renew(self._make_tenant_planner)
         self._unseen.clear()
         self._tells_all = False
         self._search = None
 
+    def _make_planner(self) -> Planner:
+        menu = replace(self.menu, tiers=self.tiers())  # the SSD comes and goes
+        return make_planner(
+            self.config.policy, menu, alpha=self.alpha, costs=self.terms.weighed, mean_curve=self.mean_curve()
+        )
+
+    def _make_tenant_planner(self) -> Planner:
+        """For what a tenant holds too much, which is to shrink first, as far as the server's quality target lets it;
+        as the policy orders it where that weighs no quality."""
+        weigher = self.planner.policy
+        if isinstance(weigher, EvicPressPolicy):
+            return Planner(CompressFirstPolicy(weigher, self.config.target_quality or 0.0))
+        return self._make_planner()
+
     def rebuild(self) -> None:
         """A new policy that knows every node."""
         self.renew()
-        self.planner.add_all(map(self.stats_of, self.nodes.values()))
+        stats = {node_id: self.stats_of(node) for node_id, node in self.nodes.items()}
+        self.planner.add_all(stats.values())
+        if self._tenant_of_salt:
+            for node_id in self.planner.index.candidates:  # each after its parent
+                self._tell_tenant(self.nodes[node_id], stats[node_id])
 
     def clear(self) -> None:
         """The tree is gone."""
@@ -93,21 +117,25 @@ class PolicySync:
     def refresh(self, costs: CostSnapshot) -> None:
         """Plan by these costs from now on."""
         self.planner.refresh(costs)
+        self.tenant_plans.refresh(costs)
 
     def set_alpha(self, alpha: float) -> None:
         """Weigh quality by this alpha from now on."""
         self.alpha = alpha
         self.planner.set_alpha(alpha)
+        self.tenant_plans.rebuild()
         self.mark_dirty()
 
     def read_mean_curve(self) -> None:
         """Plan by the present quality of all contexts that were profiled, where one curve counts for all nodes."""
         self.planner.read_mean_curve(self.mean_curve())
+        self.tenant_plans.read_mean_curve(self.mean_curve())
 
     def expect_anew(self, *, forms_changed: bool) -> None:
         """Another quality is expected of nodes without a curve of their own, which all share one that has changed.
         ``forms_changed``: other forms can be chosen for them as well."""
         self.planner.index.rebuild()
+        self.tenant_plans.rebuild()
         self._tells_all |= forms_changed
         self._unseen = list(self.nodes)
         if len(self._unseen) <= SMALL:
@@ -116,6 +144,7 @@ class PolicySync:
     def advance(self) -> None:
         """Some of what is still to be done at many nodes; called once a round, so that ranks do it alike."""
         self.planner.least_loss = SEARCHED_FROM_S * self.terms.value_of_hit()
+        self.tenant_plans.advance(SWEPT_PER_ROUND)
         if self._unseen:
             self._look(LOOKED_PER_ROUND, TOLD_PER_ROUND)
         elif self.planner.advance(SWEPT_PER_ROUND) and not self.planner.index.is_sweeping:
@@ -125,6 +154,7 @@ class PolicySync:
         """All of it at once, for somebody who looks."""
         self._look(len(self._unseen), len(self._unseen))
         self.planner.index.finish()
+        self.tenant_plans.finish()
 
     def _look(self, num_looked: int, num_told: int) -> None:
         """Show the policy the next nodes that hold what is valued otherwise now."""
@@ -133,7 +163,7 @@ class PolicySync:
             if node is None or node.kv.curve is not None:
                 continue
             if self._tells_all or not node.kv.form.is_exact or node.kv.copies:
-                self.planner.add(self.stats_of(node))
+                self._tell(node)
                 num_told -= 1
                 if num_told <= 0:
                     break
@@ -146,22 +176,38 @@ class PolicySync:
         if not math.isfinite(node.kv.weight):  # no plan can be made with it
             self.num_failed["note weight"] += 1
             node.kv.weight = 0.0
-        self.planner.add(self.stats_of(node))
+        self._tell(node)
         self.mark_dirty()
+
+    def _tell(self, node: Node) -> None:
+        stats = self.stats_of(node)
+        self.planner.add(stats)
+        if self._tenant_of_salt:
+            self._tell_tenant(node, stats)
+
+    def _tell_tenant(self, node: Node, stats: NodeStats) -> None:
+        self.tenant_plans.add(self._tenant_of_salt.get(salt_of(node.key.extra_key)), stats)
 
     def on_node_deleted(self, node: Node) -> None:
         if node.id in self.planner.index.candidates:
-            self.planner.remove(node.id)
+            self.remove(node.id)
         self.census.remove(node.id)
 
     def remove(self, node_id: int) -> None:
         """Let no plan be about the node any more: it is about to go."""
         self.planner.remove(node_id)
+        self.tenant_plans.remove(node_id)
 
     def touch(self, node: Node) -> None:
         """The node was matched, or its hits have changed."""
         kv = node.kv
         self.planner.touch(node.id, kv.weight, kv.num_hits, kv.last_use)
+        self.tenant_plans.touch(node.id, kv.weight, kv.num_hits, kv.last_use)
+
+    def lock(self, node_id: int, is_locked: bool) -> None:
+        """A running request takes or gives back the node."""
+        self.planner.lock(node_id, is_locked)
+        self.tenant_plans.lock(node_id, is_locked)
 
     # ---- plans
 
@@ -182,7 +228,12 @@ class PolicySync:
         if search is None:
             return []
         decisions = search.plan(room, Budget(num_bytes, 1.0, MOST_PROMOTED), held)
-        return [decision for decision in decisions if decision.is_promotion and decision.option.tier == Tier.GPU]
+        return [decision for decision in decisions if decision.is_promotion and self._may_rise(decision)]
+
+    def _may_rise(self, decision: Decision) -> bool:
+        """True if it brings a node onto the GPU, whose tenant may hold it there."""
+        added = decision.option.num_bytes - (decision.source.num_bytes if decision.source.tier == Tier.GPU else 0)
+        return decision.option.tier == Tier.GPU and added <= self.tenant_plans.room_of(decision.node_id, Tier.GPU)
 
     def held_bytes(self, tier: Tier) -> int:
         """Bytes that nodes hold on a tier."""
@@ -190,6 +241,11 @@ class PolicySync:
 
     def num_nodes(self, tier: Tier) -> int:
         return self.planner.index.num_on[tier]
+
+    def tenant_differences(self) -> Iterator[str]:
+        """What the plans of tenants have otherwise than the tree, one sentence each; none while nothing is wrong."""
+        tenant_of = lambda node_id: self._tenant_of_salt.get(salt_of(self.nodes[node_id].key.extra_key))  # noqa: E731
+        return self.tenant_plans.differences(self.planner.index, tenant_of)
 
     def forms_on(self, tier: Tier) -> dict[str, dict[str, int]]:
         """Nodes, tokens and bytes that a tier holds, by form, copies of nodes on a faster tier too."""

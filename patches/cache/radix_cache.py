@@ -277,7 +277,7 @@ class EvicPressCache(RadixCache):
         while not self.disable and node is not self.root_node:
             if node.lock_ref == 0:
                 delta -= num_slots(node)
-                self.policy.planner.lock(node.id, True)
+                self.policy.lock(node.id, True)
             node.lock_ref += 1
             node = node.parent
         self.ledger.lock(-delta)
@@ -290,7 +290,7 @@ class EvicPressCache(RadixCache):
                 raise RuntimeError("evicpress: a request holds a node of a tree that was flushed")
             if node.lock_ref == 1:
                 delta += num_slots(node)
-                self.policy.planner.lock(node.id, is_reserved(node))
+                self.policy.lock(node.id, is_reserved(node))
             node.lock_ref -= 1
             node = node.parent
         self.ledger.unlock(delta)

@@ -150,6 +150,7 @@ class Statistics:
             "served": self.served.describe(),
             "first_tokens": self.first_token_times.describe(),
             "evictions": self.describe_evictions(),
+            "tenants": self.policy.tenant_plans.describe(),
             "utility_lost_s": controller.journal.lost if self.policy.planner.has_utility else None,
             "threads": [thread.describe() for thread in self.threads()],
         }

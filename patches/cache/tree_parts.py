@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 
-from sglang_evicpress.asked_quality import read_tenants
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.patches.cache.eviction_log import EvictionLog
 from sglang_evicpress.patches.cache.outside import Later, Outside, Pool
@@ -27,6 +26,7 @@ from sglang_evicpress.patches.tree.set_aside import SetAside
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.tenants import read_tenants
 from sglang_evicpress.tiers.entry.header import ratios_of
 
 
@@ -66,6 +66,7 @@ class TreeParts:
         self.storage = Storage.open(config, make_copier, identity, self.ranks, is_cuda=compressor.is_cuda)
         self.menu = Menu(forms, self.storage.tiers, slot_bytes, page_size, ratios, compressor.groups)
         self.queue = QueueTimes(config.max_queue_s)
+        tenants = read_tenants(config.tenants or {})
         self.terms = PolicyTerms(config, nodes, has_host=self.storage.has_host)
         self.policy = PolicySync(
             config,
@@ -78,6 +79,7 @@ class TreeParts:
             stats_of=later.stats_of,
             mark_dirty=self.background_clock.mark_dirty,
             num_failed=self.num_failed,
+            tenants=tenants,
         )
         self.quality = Quality(
             outside.tree,
@@ -89,5 +91,5 @@ class TreeParts:
             self.menu.forms,
             self.changes.changed,
         )
-        self.floors = QualityFloors(read_tenants(config.tenants or {}))
+        self.floors = QualityFloors(tenants)
         self.queued_hits = QueuedHits(nodes, self.terms, self.policy)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_evicpress.asked_quality import Tenant, least_quality
+from sglang_evicpress.asked_quality import least_quality
 from sglang_evicpress.patches.tree.namespaces import salt_of
 from sglang_evicpress.patches.tree.types import Request
+from sglang_evicpress.tenants import Tenant
 
 
 class QualityFloors:

@@ -10,7 +10,6 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from sglang_evicpress.asked_quality import read_tenants
 from sglang_evicpress.core import PRESSES, PYRAMID, UNIFORM, Form
 from sglang_evicpress.files import read_json
 from sglang_evicpress.flag_groups import (
@@ -26,6 +25,7 @@ from sglang_evicpress.flag_groups import (
 from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_info
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.search.form_budgets import name_budgets
+from sglang_evicpress.tenants import read_tenants
 from sglang_evicpress.validation import checked, fields_of
 
 DEFAULT_QUALITY = 0.97
@@ -264,8 +264,8 @@ class EvicPressConfig:
     tenants: Annotated[Mapping[str, object] | None, BeforeValidator(_tenants)] = setting(
         None,
         "a JSON object of tenants, or the path of its file",
-        "JSON file of tenants by name, each with the cache_salt of its requests and the kv_quality that these do not "
-        'fall below, such as {"acme": {"cache_salt": "s-1", "kv_quality": 0.95}}',
+        "JSON file of tenants by name, each with the cache_salt of its requests, the kv_quality that these do not fall "
+        'below, and gpu_gb, host_gb, ssd_gb that they may hold, such as {"acme": {"cache_salt": "s-1", "gpu_gb": 4}}',
     )
 
     def __post_init__(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_evicpress.asked_quality import Tenant, asks_exact, check_quality, least_quality, read_tenants
+from sglang_evicpress.asked_quality import asks_exact, check_quality, least_quality
+from sglang_evicpress.core import Tier
+from sglang_evicpress.tenants import Tenant, read_tenants
 
 
 @pytest.mark.parametrize("params", [None, {}, {"kv_quality": None}, {"other": 1}, 5, "kv_quality", ["kv_quality"]])
@@ -29,3 +31,8 @@ def test_tenants_are_read_by_name() -> None:
     given = {"acme": {"cache_salt": "a", "kv_quality": 0.9}, "law": {"cache_salt": "b", "kv_quality": "exact"}}
     assert read_tenants(given) == (Tenant("acme", "a", 0.9), Tenant("law", "b", 1.0))
     assert read_tenants({}) == ()
+
+
+def test_a_tenant_may_have_limits_and_no_floor() -> None:
+    (tenant,) = read_tenants({"trial": {"cache_salt": "t", "gpu_gb": 0.5, "ssd_gb": 0, "kv_quality": None}})
+    assert tenant == Tenant("trial", "t", 0.0, {Tier.GPU: 500_000_000, Tier.SSD: 0})

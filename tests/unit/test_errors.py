@@ -121,12 +121,12 @@ TABLE: tuple[Row, ...] = (
     ("tenants", 2, None, ("does not exist", "a JSON file of tenants")),
     ("tenants", 2, "{", ("not JSON", "tenants")),
     ("tenants", 2, [1], ("tenants is [1]: expected an object of tenants, such as",)),
-    ("tenants", 2, {"acme": 5}, ("tenant 'acme' is 5: expected cache_salt and kv_quality",)),
+    ("tenants", 2, {"acme": 5}, ("tenant 'acme' is 5: expected cache_salt and one or more of kv_quality, gpu_gb",)),
     (
         "tenants",
         2,
         {"acme": {"salt": "a"}},
-        ("tenant 'acme' has the unknown key 'salt': expected cache_salt and kv_quality",),
+        ("tenant 'acme' has the unknown key 'salt': expected cache_salt and one or more of kv_quality",),
     ),
     (
         "tenants",
@@ -134,7 +134,14 @@ TABLE: tuple[Row, ...] = (
         {"acme": {"cache_salt": "", "kv_quality": 0.9}},
         ("tenant 'acme' has no cache_salt that is a text",),
     ),
-    ("tenants", 2, {"acme": {"cache_salt": "a"}}, ("tenant 'acme' has no kv_quality: expected 'exact', or a number",)),
+    ("tenants", 2, {"acme": {"cache_salt": "a"}}, ("tenant 'acme' has no kv_quality and no limit: expected cache",)),
+    *(
+        ("tenants", 2, {"acme": {"cache_salt": "a", key: value}}, (f"{key} is {shown}", "expected a number of GB"))
+        for key, value, shown in (
+            *(("gpu_gb", -1, "-1"), ("host_gb", "4", "'4'"), ("ssd_gb", 10**400, "1000000000")),
+            *(("gpu_gb", True, "True"), ("gpu_gb", math.nan, "nan"), ("ssd_gb", 1e10, "10000000000.0")),
+        )
+    ),
     (
         "tenants",
         2,

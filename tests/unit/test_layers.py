@@ -41,12 +41,13 @@ TABLE = {
     # Settings, checked by pydantic.
     "asked_quality": Layer(("error_text",)),
     "asked_retention": Layer(("error_text",)),
+    "tenants": Layer(("asked_quality", "core", "error_text")),
     "files": Layer((), ("orjson",)),
     "validation": Layer((), ("pydantic",)),
     # Layer budgets: their arithmetic, their files, and the search for them.
     "search": Layer((*PURE, "files"), ("cmaes", "numpy", "orjson")),
     "flag_groups": Layer((), ("pydantic",)),
-    "config": Layer((*PURE, "asked_quality", "flag_groups", "files", "search", "validation"), ("pydantic",)),
+    "config": Layer((*PURE, "flag_groups", "files", "search", "tenants", "validation"), ("pydantic",)),
     "flags": Layer(("config",)),
     # Small things of the standard library that many parts use.
     "threads": Layer(("error_text",)),
@@ -95,7 +96,7 @@ TABLE = {
             *SETTINGS,
             *("asked_quality", "asked_retention", "codec", "controller", "cpu_attention", "dashboard", "decode_budget"),
             *("device", "error_text", "geometry", "introspect", "kernels", "press", "profiler", "quality", "search"),
-            *("spawn", "survivors", "threads", "tiers"),
+            *("spawn", "survivors", "tenants", "threads", "tiers"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch", "zmq"),
     ),

@@ -21,7 +21,6 @@ from safetensors.torch import save
 from evicbench.report import Line
 from evicbench.tiers.inputs import FINGERPRINT, make_header, one_thread, put
 from evicbench.trust.mutator import mutated
-from sglang_evicpress.asked_quality import read_tenants
 from sglang_evicpress.core import Form
 from sglang_evicpress.files import read_json
 from sglang_evicpress.geometry.centres import ModelFacts, QueryGeometry
@@ -33,6 +32,7 @@ from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.quality.running_stats import RunningStats
 from sglang_evicpress.quality.store import ProfileStore, StoreError
 from sglang_evicpress.search.budget_file import BudgetFile, read_budget_file, write_budget_file
+from sglang_evicpress.tenants import read_tenants
 from sglang_evicpress.tiers.entry.encoding import MAX_RECORD_BYTES, decode, encode, encode_tombstone, peek
 from sglang_evicpress.tiers.entry.header import BadEntry, Header, Shape, extent_of
 from sglang_evicpress.tiers.ssd.folder import StoreError as SsdError

@@ -22,6 +22,9 @@ has a known quality, so that it could not shrink; what is above it had to go."""
 PRESSURE, AHEAD, IDLE, ASKED = "pressure", "ahead_of_need", "idle", "asked"
 """Occasions on which a node moves or shrinks: its room is wanted now, or soon; the server is idle; somebody asked."""
 
+OVER_LIMIT = "over_limit"
+"""Occasion and, of a drop, cause: the tenant holds more than it may."""
+
 LOG_PAUSE_S = 10.0
 """Between two lines in the log about moves that failed."""
 

@@ -178,6 +178,7 @@ STATS = record(
     served=record(tokens=by_name(COUNTS), saved_s=by_name(NUMBER)),
     first_tokens=record(num_seen=COUNT, num_recent=COUNT, mean_s=nullable(NUMBER), p95_s=nullable(NUMBER)),
     evictions=OBJECT,
+    tenants=told(by_name(record(held_bytes=COUNTS, limit_bytes=COUNTS)), "of tenants with limits, by tier"),
     utility_lost_s=nullable(NUMBER),
     threads=array(record(name=TEXT, state=TEXT, num_failures=COUNT, last_failure=nullable(TEXT))),
     calls=told(by_name(record(count=COUNT, cpu_ms=NUMBER, max_cpu_ms=NUMBER, max_wall_ms=NUMBER)), "cost so far"),

@@ -100,6 +100,8 @@ SERIES: tuple[Series, ...] = (
     _gauge("stored_bytes", "Bytes of nodes, by tier and form.", "tiers.tiers.*.forms.*.bytes", "tier", "form"),
     _gauge("stored_tokens", "Tokens of nodes, by tier and form.", "tiers.tiers.*.forms.*.tokens", "tier", "form"),
     _gauge("stored_nodes", "Nodes by tier and form.", "tiers.tiers.*.forms.*.nodes", "tier", "form"),
+    _gauge("tenant_held_bytes", "Bytes of a tenant with limits.", "stats.tenants.*.held_bytes.*", "tenant", "tier"),
+    _gauge("tenant_limit_bytes", "Bytes that it may hold.", "stats.tenants.*.limit_bytes.*", "tenant", "tier"),
     _gauge("load_bytes_per_second", "Learned bandwidth of loads to the GPU.", "tiers.tiers.*.load.bytes_per_s", "tier"),
     _counter("tier_events", "Copies, loads and reads between tiers, by event.", "tiers.counts.*", "event"),
     _counter("ssd_read_bytes", "Bytes read from the SSD.", "tiers.tiers.ssd.read_bytes"),

@@ -69,6 +69,11 @@ class Planner:
         return self.policy.name
 
     @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Those of the menu."""
+        return self.policy.menu.tiers
+
+    @property
     def alpha(self) -> float | None:
         """Alpha that quality is weighed by, None where it is not."""
         return self.policy.alpha if isinstance(self.policy, EvicPressPolicy | AdaptCachePolicy) else None

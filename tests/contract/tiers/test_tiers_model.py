@@ -80,6 +80,7 @@ class TierWalk(Walk):
     """A walk whose cache has a host tier and, with ``folder``, an SSD tier. ``is_exact``: nothing is compressed."""
 
     dim = DIM
+    namespaces: Sequence[str | None] = (None, None, "lora-a")
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class TierWalk(Walk):
         if not tokens or self.rng.random() < 0.4:
             document = self.rng.choice(self.documents)
             tokens = document[: self.rng.randrange(1, len(document))]
-            extra_key = self.rng.choice([None, None, "lora-a"])
+            extra_key = self.rng.choice(self.namespaces)
         tokens = tokens[: self.rng.choice([200, 200, self.rng.randrange(1, 200)])]
         tokens = [*tokens, *(self.rng.randrange(50, 60) for _ in range(self.rng.randrange(1, 30)))]
         self.asked.append((tokens, extra_key))

@@ -266,7 +266,7 @@ class EvicPressPolicy:
         """The best way off the tier without a byte to be written: a drop, or as one of these copies."""
         best: Step | None = None
         best_utility = -math.inf
-        if lowest_tier >= DROPPED:
+        if lowest_tier >= DROPPED and not excluded_tiers >> DROPPED & 1:
             delay_s = self.costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens)
             best, best_utility = Step(0.0, DROPPED, None, 0, 1.0, delay_s), self.alpha - delay_s
         for tier, form, num_bytes, quality in lower_copies:
