@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,13 +28,15 @@ def stock() -> dict[Ids, Answer]:
     return answer_all(PROMPTS)
 
 
-SALT = "s-1"
+SALT, SMALL_SALT = "s-1", "s-2"
+LIMIT_BYTES = 120 * 3072  # of slots of the small model
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     tenants = tmp_path_factory.mktemp("tenants") / "tenants.json"
-    tenants.write_text(json.dumps({"acme": {"cache_salt": SALT, "kv_quality": 0.95}}))
+    small = {"cache_salt": SMALL_SALT, "gpu_gb": LIMIT_BYTES / 1e9}
+    tenants.write_text(json.dumps({"acme": {"cache_salt": SALT, "kv_quality": 0.95}, "small": small}))
     with Server(*server_arguments(), "--enable-cache-report", "--kv-tenants", str(tenants)) as running:
         yield running
 
@@ -151,6 +154,25 @@ def test_a_tenant_is_served_no_less_than_its_floor(server: Server) -> None:
     compress_largest(server)
     assert usage(server, salted)["kv_cache"]["lossy_tokens"] == 0
     assert usage(server, salted)["kv_cache"]["exact_tokens"] == len(DOCUMENT)
+
+
+def test_a_tenant_that_holds_too_much_is_compressed_and_nobody_else(server: Server) -> None:
+    server.flush()
+    before = server.get("/evicpress/stats")["decisions"]["by_reason"]
+    for salt in (SMALL_SALT, "of nobody"):
+        usage(server, {"prompt": [*DOCUMENT, 5], "cache_salt": salt})
+    deadline = time.monotonic() + 30.0
+    while (held := server.get("/evicpress/stats")["tenants"]["small"])["held_bytes"]["gpu"] > LIMIT_BYTES:
+        assert time.monotonic() < deadline, held
+        time.sleep(0.1)
+    assert held["limit_bytes"] == {"gpu": LIMIT_BYTES} and held["held_bytes"]["gpu"] > 0
+    decided = server.get("/evicpress/stats")["decisions"]["by_reason"]
+    assert decided.pop("compress")["over_limit"] == 1 and "over_limit" not in before.get("compress", {})
+    assert not any("over_limit" in reasons for reasons in decided.values())
+    small, others = (
+        usage(server, {"prompt": [*DOCUMENT, 6], "cache_salt": salt}) for salt in (SMALL_SALT, "of nobody")
+    )
+    assert small["kv_cache"]["lossy_tokens"] == len(DOCUMENT) == others["kv_cache"]["exact_tokens"]
 
 
 def test_the_cache_is_whole_after_all_that(server: Server) -> None:
