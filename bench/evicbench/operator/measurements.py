@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from evicbench.mend import hostile
-from evicbench.operator import cost, floor, off, page, prometheus, scale, series
+from evicbench.operator import cost, floor, off, page, prometheus, scale, series, tenants
 from evicbench.pytest_runs import run_tests, together, verdict
 from evicbench.report import Line, Measurement, unjudged
 
@@ -39,6 +39,7 @@ def measure_tests() -> Iterator[Line]:
 
 MEASUREMENTS = {
     "floor": Measurement(floor.measure, unjudged(partial(floor.measure, 10, 6))),
+    "tenants": Measurement(tenants.measure, partial(tenants.measure, 30)),
     "series": Measurement(series.measure),
     "prometheus": Measurement(prometheus.measure),
     "page": Measurement(page.measure),
