@@ -141,15 +141,22 @@ def test_answers_over_what_the_press_keeps_equal_the_reference(
     assert server.post("/evicpress/check")["violations"] == []
 
 
-@pytest.mark.parametrize(("name", "kind"), [("qwen2", (False, 32, 1.1386)), ("glm4", (True, 16, 1.0))])
-def test_yarn_and_partial_interleaved_rope_are_those_of_the_server(
-    name: str, kind: tuple[bool, int, float], tmp_path: Path
-) -> None:
+def calibrated(name: str, folder: Path) -> tuple[Path, QueryGeometry]:
+    """A tiny model of a family, and its geometry."""
     family = next(each for each in FAMILIES if each.name == name)
-    model, _ = checkpoint.write(family, tmp_path / "model")
-    geometry = CalibratedModel(str(model)).measure([prompt(seed, 100) for seed in range(2)])
-    rope = geometry.rope
+    model, _ = checkpoint.write(family, folder / "model")
+    return model, CalibratedModel(str(model)).measure([prompt(seed, 100) for seed in range(2)])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen2", (False, 32, 1.1386)), ("glm4", (True, 16, 1.0))])
+def test_yarn_and_partial_interleaved_rope_are_known(name: str, kind: tuple[bool, int, float], tmp_path: Path) -> None:
+    rope = calibrated(name, tmp_path)[1].rope
     assert (rope.is_interleaved, rope.num_turning, round(rope.factor, 4)) == kind
+
+
+def test_partial_interleaved_rope_is_that_of_the_server(tmp_path: Path) -> None:
+    name = "glm4"
+    model, geometry = calibrated(name, tmp_path)
     file.write(str(tmp_path / "geometry"), geometry)
     flags = ("--kv-forms", FORM, "--kv-geometry", str(tmp_path / "geometry"), "--max-total-tokens", "8192")
     with serve(model, *flags, "--kv-policy", "evicpress", "--kv-alpha", "1") as server:
@@ -179,12 +186,3 @@ def test_the_file_of_another_model_ends_the_start_with_one_sentence(geometry_fil
     status, lines = Server(*flags, model=MODEL, admin_api_key=None).run_to_end()
     assert status == 2
     assert f"geometry {geometry_file!r} is of a LlamaForCausalLM with num_layers 4, and this model has 3" in lines[-1]
-
-
-def test_a_server_without_a_file_refuses_the_score(model: Path) -> None:
-    with serve(model, "--max-total-tokens", "2048") as server:
-        params = {"kv_decode_budget": 64, "kv_decode_score": "geometry"}
-        sampling = {"temperature": 0, "max_new_tokens": 8, "custom_params": params}
-        status, body = server.request("POST", "/generate", {"input_ids": prompt(1, 20), "sampling_params": sampling})
-    assert status == 400
-    assert "start it with --kv-geometry FILE" in str(body)

@@ -88,7 +88,7 @@ def test_random_walk_keeps_every_row(
     for number in range(160):
         walk.step(10)
         seen |= {copy.form.codec for node in nodes_of(walk) for copy in node.kv.copies.values()}
-        if number >= 40 and "int8" in seen:  # when copies are made is up to threads
+        if number >= 15 and "int8" in seen:  # when copies are made is up to threads
             break
     walk.run(1)
     assert walk.tree.storage.counts["released"] > 0 and "int8" in seen
@@ -285,7 +285,7 @@ def test_random_walk_keeps_every_bit(
         walk.step(10)
         seen |= {copy.form.codec for node in nodes_of(walk) for copy in node.kv.copies.values()}
         assert not any(node.kv.form.codec == "lossless" for node in nodes_of(walk) if node.value is not None)
-        if number >= 40 and "lossless" in seen:
+        if number >= 20 and "lossless" in seen:
             break  # when memory is short first depends on how fast the threads are
     walk.run(1)
     assert walk.tree.storage.counts["released"] > 0 and "lossless" in seen

@@ -56,7 +56,7 @@ def test_random_walks_keep_every_row(tmp_path: Path, page_size: int, has_ssd: bo
     walk = HostWalk(24 + page_size, page_size, tmp_path if has_ssd else None, host_bytes=host_bytes)
     walk.cost = None
     try:
-        walk.run(400)
+        walk.run(200)
     finally:
         walk.close()
     assert host_bytes < 192 << 10 or walk.tree.storage.counts["compressed_on_host"] > 0  # else there may be no room
@@ -291,7 +291,7 @@ def test_random_walks_go_on_where_device_memory_runs_out(
 
     monkeypatch.setattr(compressor, "compress", perhaps)
     try:
-        walk.run(400)
+        walk.run(200)
     finally:
         walk.close()
     assert failures

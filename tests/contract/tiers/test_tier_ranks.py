@@ -186,5 +186,6 @@ def test_ranks_with_faults_of_their_own_decide_alike_and_keep_every_row(
     run_ranks(tmp_path, walked, seed, page_size)
 
 
+@pytest.mark.soak
 def test_what_all_ranks_have_kept_is_found_again(tmp_path: Path) -> None:
     run_ranks(tmp_path, found_again, 0, 1)
