@@ -1,6 +1,7 @@
 """Tenants with limits beside others with none: what each holds whenever the server has come to rest.
 
-The pool has room for all contexts, so that what moves or shrinks does so for a limit and nothing else.
+The pool has room for all contexts, so that what moves or shrinks does so for a limit and nothing else. Qualities of
+forms are guessed: what nobody knows the quality of does not shrink.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from evicbench.operator.floor import SERVER, make_contexts
+from evicbench.operator.floor import FORMS, make_contexts
 from evicbench.report import Line
-from evicbench.testbed.server import Server
+from evicbench.testbed.server import GUESSED, Server
 
 NUM_REQUESTS = 120
 NUM_CONTEXTS = 18
@@ -37,9 +38,9 @@ def measure(num_requests: int = NUM_REQUESTS) -> Iterator[Line]:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "tenants.json"
         path.write_text(json.dumps({name: {**tenant, **gb} for name, tenant in TENANTS.items()}))
-        with Server(
-            *SERVER, "--max-total-tokens", str(POOL_SLOTS), "--enable-cache-report", "--kv-tenants", str(path)
-        ) as server:
+        forms = ",".join(map(str, FORMS))
+        flags = ("--kv-policy", "evicpress", "--kv-forms", forms, *GUESSED, "--max-total-tokens", str(POOL_SLOTS))
+        with Server(*flags, "--kv-host-gb", "0.016", "--enable-cache-report", "--kv-tenants", str(path)) as server:
             yield from _play(server, num_requests)
 
 
