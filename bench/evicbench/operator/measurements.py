@@ -19,7 +19,7 @@ ERRORS = (
     *("tests/contract/test_refusals.py", "tests/contract/http/test_control.py"),
 )
 COMMANDS = ("tests/contract/test_documented_commands.py", "tests/unit/cli/test_commands.py")
-HOSTILE_S = 60.0
+HOSTILE_S = 30.0
 
 
 def measure_tests() -> Iterator[Line]:

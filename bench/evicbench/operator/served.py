@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 from collections.abc import Iterator
@@ -18,17 +19,18 @@ NUM_SHARED, SHARED_TOKENS = 5, 120
 
 @contextmanager
 def watched_server(*more: str, admin_api_key: str | None = ADMIN_KEY) -> Iterator[Server]:
-    """All tiers, a quality target, budgets and metrics, all of them too small for what users ask."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Server(
+    """All tiers, a quality target, a tenant, budgets and metrics, all of them too small for what users ask."""
+    with tempfile.TemporaryDirectory() as folder:
+        tenants = Path(folder) / "tenants.json"
+        tenants.write_text(json.dumps({"acme": {"cache_salt": "s-1", "gpu_gb": 0.001}}))
+        with Server(
             *("--kv-policy", "evicpress", "--kv-quality", "0.95", "--kv-quality-curves", GUESSED_CURVES),
             *("--kv-disable-online-profiling", "--enable-metrics", "--max-total-tokens", "4000"),
-            *("--kv-host-gb", "0.02", "--kv-ssd-dir", f"{folder}/ssd", "--kv-ssd-gb", "0.03", *more),
+            *("--kv-host-gb", "0.02", "--kv-ssd-dir", f"{folder}/ssd", "--kv-ssd-gb", "0.03"),
+            *("--kv-tenants", str(tenants), *more),
             admin_api_key=admin_api_key,
-        ) as server,
-    ):
-        yield server
+        ) as server:
+            yield server
 
 
 class Users:

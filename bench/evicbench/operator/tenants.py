@@ -17,7 +17,7 @@ from evicbench.operator.floor import FORMS, make_contexts
 from evicbench.report import Line
 from evicbench.testbed.server import GUESSED, Server
 
-NUM_REQUESTS = 120
+NUM_REQUESTS = 80
 NUM_CONTEXTS = 18
 REST_EVERY = 10
 REST_S = 20.0

@@ -15,7 +15,7 @@ FIRST_ITEMS = {"tree": MOST_ITEMS, "outline": MOST_ITEMS, "journal": 100, "profi
 """Items of an answer over HTTP that is asked for without a limit."""
 
 PAGE_NODES = 100
-PAGE_OUTLINE = 200
+PAGE_OUTLINE = 100
 PAGE_DECISIONS = 200
 PAGE_PROFILES = 200
 PAGE_NUMBERS = 65_536
