@@ -116,7 +116,7 @@ class Parts:
             lambda decisions: self.controller.execute(decisions, occasion=IDLE),
         )
         self.controller = Controller(self.moves, tree.policy, tree.terms, tree.num_failed)
-        self.tenant_limits = TenantLimits(nodes, tree.policy.tenant_plans, self.controller, tiers.host_room.room)
+        tenant_limits = TenantLimits(nodes, tree.policy.tenant_plans, self.controller, tiers.host_room.room)
         self.eviction = Eviction(
             allocator,
             tree.ledger,
@@ -243,7 +243,7 @@ class Parts:
             lambda: tiers.loads.unfinished,
             (self.shadows.release_shadows, tree.quality.identify_profiles, self.ssd_attachment.model_changed),
         )
-        self.report = TierReport(
+        report = TierReport(
             allocator,
             tree.storage,
             tiers.host_room,
@@ -262,7 +262,7 @@ class Parts:
             tiers.holds,
             self.rounds,
             self.ssd_attachment,
-            self.report.describe_tiers,
+            report.describe_tiers,
             self.shadows.release_shadows,
             tree.menu,
         )
@@ -281,6 +281,8 @@ class Parts:
             slot_bytes=slot_bytes,
         )
         self._connect()
+        if tree.policy.tenant_plans.limits:
+            self.round_begun.subscribe(tenant_limits.enforce)
 
     def begin_round(self, *, delays_token: bool) -> None:
         """Some of what is to be done at many nodes; where a first token waits for this round, in a later one."""
@@ -328,8 +330,6 @@ class Parts:
         terms.advanced.subscribe(self.moves.retry_failed, tree.quality.refresh_default)
         terms.advanced.subscribe(self.quality_control.follow_clock)
         self.round_begun.subscribe(tree.queued_hits.grow_older, tree.policy.advance, tree.quality.advance)
-        if tree.policy.tenant_plans.limits:
-            self.round_begun.subscribe(self.tenant_limits.enforce)
         terms.costs_changed.subscribe(tree.policy.refresh)
         tree.quality.judged.subscribe(self.quality_control.note_judged)
         self.views.admitted.subscribe(
