@@ -8,7 +8,6 @@ interrupted goes on; one that came to its end begins anew.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -35,8 +34,7 @@ def main() -> int:
         print("\n".join(opening(load_config(args.config), out)), flush=True)
         fresh = args.fresh or (out / PAGE).exists()
         (out / PAGE).unlink(missing_ok=True)
-        run = argparse.Namespace(config=args.config, out=out, systems=None, repetitions=None, fresh=fresh)
-        if status := serve(run, shlex.join([Path(sys.executable).name, "-m", "evicbench.demo", *sys.argv[1:]])):
+        if status := serve(["--config", str(args.config), "--out", str(out), *(["--fresh"] if fresh else [])]):
             return status
         summary = summarise(read_results(out))
     except ValueError as error:
