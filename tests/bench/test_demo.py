@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import orjson
 import pytest
-from evicbench.demo.page import tree, write_page
+from evicbench.demo import __main__ as demo
+from evicbench.demo.page import PAGE, tree, write_page
 from evicbench.demo.report import opening, report, rows, stacked
 from evicbench.paths import BENCH
 from tests.unit.benchmark.raw import requests, write_plan, write_run, write_scores
@@ -16,6 +20,7 @@ from tests.unit.benchmark.raw import requests, write_plan, write_run, write_scor
 from sglang_evicpress.benchmark.config import load_config
 from sglang_evicpress.benchmark.results import read_results
 from sglang_evicpress.benchmark.summary import Summary, summarise
+from sglang_evicpress.cli.parsers import bench_serve
 
 CONFIG = BENCH / "configs" / "demo.yaml"
 SYSTEMS = {
@@ -101,3 +106,21 @@ def test_what_begins_is_said_with_the_sizes_of_the_config() -> None:
     assert (
         f"{config.workload.requests} questions" in text and f"SSD ({config.memory.ssd:.0%})" in text and "/out" in text
     )
+
+
+def test_it_runs_the_benchmark_by_words_that_its_command_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[argparse.Namespace] = []
+
+    def serve(argv: Sequence[str]) -> int:
+        given.append(bench_serve().parse_args(argv))
+        return 3
+
+    monkeypatch.setattr(demo, "serve", create_autospec(demo.serve, side_effect=serve))
+    monkeypatch.setattr("sys.argv", ["demo", "--out", str(tmp_path)])
+    assert demo.main() == 3
+    (tmp_path / PAGE).touch()
+    assert demo.main() == 3
+    assert [(args.out, args.fresh) for args in given] == [(tmp_path, False), (tmp_path, True)]
+    assert given[0].config.name == "demo.yaml" and str(tmp_path) in capsys.readouterr().out
