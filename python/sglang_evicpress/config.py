@@ -25,7 +25,7 @@ from sglang_evicpress.flag_groups import (
 from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_info
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.search.form_budgets import name_budgets
-from sglang_evicpress.tenants import read_tenants
+from sglang_evicpress.tenants import BYTES_PER_GB, read_tenants
 from sglang_evicpress.validation import checked, fields_of
 
 DEFAULT_QUALITY = 0.97
@@ -38,7 +38,7 @@ DEFAULT_FORM_TEXTS = [
     *("exact+int8", "exact+int4", "keydiff@0.8+int4", "keydiff@0.5+int4"),
 ]
 DEFAULT_FORMS = tuple(map(Form.parse_stored, DEFAULT_FORM_TEXTS))
-GB = 10**9  # as SGLang's --hicache-size counts
+GB = BYTES_PER_GB  # as SGLang's --hicache-size counts
 _MIN_GB, _MAX_GB = 0.016, 1e9
 MIN_TIER_BYTES = round(_MIN_GB * GB)
 AUTO: Literal["auto"] = "auto"

@@ -14,7 +14,8 @@ from sglang_evicpress.core import Tier
 from sglang_evicpress.error_text import short_repr
 
 CACHE_SALT = "cache_salt"
-GB = 10**9
+BYTES_PER_GB = 10**9
+_MOST_GB = 1e9
 LIMITS = {"gpu_gb": Tier.GPU, "host_gb": Tier.HOST, "ssd_gb": Tier.SSD}
 _KEYS = f"{CACHE_SALT} and one or more of {', '.join((KV_QUALITY, *LIMITS))}"
 _EXAMPLE = '{"acme": {"cache_salt": "s-1", "kv_quality": 0.95, "gpu_gb": 4}}'
@@ -67,6 +68,6 @@ def _tenant(name: str, fields: object) -> Tenant:
 
 def _limit(where: str, key: str, value: object) -> int:
     """Bytes of a limit in GB (1e9 bytes)."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= GB:
-        return round(value * GB)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST_GB:
+        return round(value * BYTES_PER_GB)
     raise ValueError(f"{where}: {key} is {short_repr(value)}: expected a number of GB (1e9 bytes) from 0 to 1e9")

@@ -78,7 +78,7 @@ def _play(server: Server, num_requests: int) -> Iterator[Line]:
     told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     yield Line(
         "the same: what it was met by, and what others lost by it",
-        "compressing, for a tenant without a floor more than anything else; others lose nothing",
+        "compressing among others, which is served to the tenant without a floor; others lose nothing",
         f"{told}; lossy tokens served: {lossy['tight']:,} without a floor, {lossy['good']:,} with 0.9, "
         f"{lossy['nobody']:,} to others, of whose repeated contexts {missed} were not there",
         kinds.get("compress", 0) > 0 and lossy["tight"] > 0 and lossy["nobody"] == missed == 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sglang_evicpress.core import Decision, NodeStats, Tier
@@ -23,33 +24,32 @@ class TenantPlans:
     def __init__(self, limits: Mapping[str, Mapping[Tier, int]]) -> None:
         self.limits = {name: dict(sorted(by_tier.items())) for name, by_tier in limits.items() if by_tier}
         self._planners: dict[str, Planner] = {}
-        self._by_node: dict[int, Planner] = {}
+        self._tenant_of: dict[int, str] = {}  # by node
 
     def renew(self, make: Callable[[], Planner]) -> None:
         """Planners that know no node yet."""
         self._planners = {name: make() for name in self.limits}
-        self._by_node.clear()
+        self._tenant_of.clear()
 
     # ---- what happens to nodes
 
     def add(self, name: str | None, node: NodeStats) -> None:
         """Note a new node of a tenant, or whatever has changed about a known one."""
-        planner = None if name is None else self._planners.get(name)
-        if planner is not None:
-            self._by_node[node.id] = planner
-            planner.add(node)
+        if name is not None and name in self._planners:
+            self._tenant_of[node.id] = name
+            self._planners[name].add(node)
 
     def remove(self, node_id: int) -> None:
-        if (planner := self._by_node.pop(node_id, None)) is not None:
-            planner.remove(node_id)
+        if (name := self._tenant_of.pop(node_id, None)) is not None:
+            self._planners[name].remove(node_id)
 
     def touch(self, node_id: int, weight: float, num_hits: int, last_use: int) -> None:
-        if (planner := self._by_node.get(node_id)) is not None:
-            planner.touch(node_id, weight, num_hits, last_use)
+        if (name := self._tenant_of.get(node_id)) is not None:
+            self._planners[name].touch(node_id, weight, num_hits, last_use)
 
     def lock(self, node_id: int, is_locked: bool) -> None:
-        if (planner := self._by_node.get(node_id)) is not None:
-            planner.lock(node_id, is_locked)
+        if (name := self._tenant_of.get(node_id)) is not None:
+            self._planners[name].lock(node_id, is_locked)
 
     # ---- what outdates many steps
 
@@ -92,10 +92,9 @@ class TenantPlans:
 
     def room_of(self, node_id: int, tier: Tier) -> float:
         """Bytes that the tenant of a node may hold on a tier beyond what it does; infinite where it has no limit."""
-        for name, planner in self._planners.items():
-            if planner is self._by_node.get(node_id) and tier in self.limits[name]:
-                return self.limits[name][tier] - planner.index.num_bytes[tier]
-        return float("inf")
+        name = self._tenant_of.get(node_id)
+        limit = None if name is None else self.limits[name].get(tier)
+        return math.inf if name is None or limit is None else limit - self.held_bytes(name, tier)
 
     def plan(
         self, name: str, tier: Tier, num_bytes: int, room: Mapping[Tier, int], most_nodes: int

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from tests.contract.tiers.test_tiers_model import DEAR, DIM, HEADS, LAYERS, TierWalk
 
-from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.tree.namespaces import salted_key
-from sglang_evicpress.tenants import GB
 
 pytestmark = pytest.mark.sglang
 
