@@ -116,7 +116,13 @@ class Parts:
             lambda decisions: self.controller.execute(decisions, occasion=IDLE),
         )
         self.controller = Controller(self.moves, tree.policy, tree.terms, tree.num_failed)
-        tenant_limits = TenantLimits(nodes, tree.policy.tenant_plans, self.controller, tiers.host_room.room)
+        tenant_limits = TenantLimits(
+            nodes,
+            tree.policy.tenant_plans,
+            self.controller,
+            tiers.host_room.room,
+            tree.background_clock.mark_dirty,
+        )
         self.eviction = Eviction(
             allocator,
             tree.ledger,

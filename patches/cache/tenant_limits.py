@@ -21,12 +21,13 @@ PAUSE_S = 0.5
 @dataclass(eq=False, repr=False)
 class TenantLimits:
     """Looks every round at what tenants hold beyond their limits. Running requests keep what they use: a limit is met
-    once they end. ``room``: free bytes of the tiers below the GPU."""
+    once they end. ``room``: free bytes of the tiers below the GPU; ``mark_dirty``: somebody waits for it."""
 
     nodes: Mapping[int, Node]
     plans: TenantPlans
     controller: Controlling
     room: Callable[[], Mapping[Tier, int]]
+    mark_dirty: Callable[[], None]
 
     def __post_init__(self) -> None:
         self._moving: dict[str, list[int]] = {}  # nodes of a tenant that the last plan about it sent on their way
@@ -45,6 +46,7 @@ class TenantLimits:
             self._moving[name] = [decision.node_id for decision in decisions]
             if self.plans.held_bytes(name, tier) == before and not self._is_moving(name):
                 self._next_s[name, tier] = now_s + PAUSE_S
+                self.mark_dirty()  # what is counted as free below may not be had until more is freed there
 
     def _is_moving(self, name: str) -> bool:
         sent = (self.nodes.get(node_id) for node_id in self._moving.get(name, ()))

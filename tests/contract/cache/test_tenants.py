@@ -39,6 +39,7 @@ class TenantWalk(TierWalk):
     def go_rounds(self, num_rounds: int = 12) -> None:
         for _ in range(num_rounds):
             self.stamp(DEAR)
+            self.tick()
             self.settle()
 
     def decided(self) -> dict[str, dict[str, int]]:
@@ -105,6 +106,23 @@ def test_running_requests_keep_what_they_use(opened: Callable[..., TenantWalk]) 
     walk.end(request)
     walk.go_rounds()
     assert walk.held("acme") <= GPU_SLOTS
+
+
+def test_room_that_is_only_counted_as_free_below_is_made(opened: Callable[..., TenantWalk]) -> None:
+    walk = opened(is_exact=True)
+    for token in range(44):  # each takes a page of host memory of its own, and fills an eighth of it
+        walk.serve([token])
+    for node in list(walk.cache.nodes.values()):
+        walk.cache.parts.admin.demote_node(node.id, Tier.HOST)
+        walk.settle()
+    walk.serve(list(range(100, 200)), LAW)
+    assert walk.tree.storage.host.free_bytes < 100 * SLOT_BYTES < walk.tiers.host_room.room()[Tier.HOST]
+    for _ in range(6):
+        walk.go_rounds(1)
+        while walk.tree.background_clock.is_dirty:  # until the next look at the limits nothing is left to be done
+            walk.tick()
+    assert walk.held("law") <= GPU_SLOTS
+    assert walk.decided()["demote"]["over_limit"] > 0 and walk.match(list(range(100, 200)), LAW) == 0
 
 
 @pytest.mark.parametrize(("seed", "page_size", "has_ssd"), [(0, 1, True), (1, 4, False), (2, 16, True)])
