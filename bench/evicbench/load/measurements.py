@@ -59,6 +59,6 @@ def measure_chaos(seconds: float = CHAOS_S, num_questions: int = NUM_QUESTIONS) 
 MEASUREMENTS = {
     "settings": Measurement(measure_setting),
     "one client": Measurement(measure_one_client),
-    "chaos": Measurement(measure_chaos, partial(measure_chaos, 8.0, 32)),
+    "chaos": Measurement(measure_chaos, partial(measure_chaos, 6.0, 16)),
     "published": Measurement(published_lines),
 }

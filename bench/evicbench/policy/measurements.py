@@ -42,10 +42,10 @@ MEASUREMENTS = {
     "tests": Measurement(measure_tests, partial(measure_tests, TESTS[:1])),
     "optimality": Measurement(measure_optimality, partial(measure_optimality, 4, 1)),
     "speed": Measurement(measure_speed, unjudged(partial(measure_speed, (10_000,), (1_000, 10_000)))),
-    "stalls": Measurement(measure_stalls, unjudged(partial(measure_stalls, 1_000, 10.0))),
+    "stalls": Measurement(measure_stalls),
     "simulator": Measurement(rivals.speed),
     "evictors": Measurement(evictors.measure, partial(evictors.measure, ("miniswe",))),
-    "exact-requests": Measurement(measure_exact_requests, unjudged(partial(measure_exact_requests, 12))),
+    "exact-requests": Measurement(measure_exact_requests),
 }
 for trace in ("mooncake", "miniswe", "weka"):
     MEASUREMENTS[f"headline-{trace}"] = Measurement(

@@ -1,15 +1,19 @@
-"""Lets SGLang 0.5.16 and newer be imported where there is no NVIDIA driver.
+"""Lets SGLang 0.5.16 and newer be imported where there is no NVIDIA driver, and test servers sooner.
 
 These import two functions of ``sgl_kernel`` on a CPU too, which they never call there, and that package loads
 ``libcuda.so.1`` when it is imported. Where that fails, every name of the package becomes a function that raises. Only
 the repository's own environments have it (``make setup``): run as a program, this file puts itself into the
 environment that runs it. Users' servers have a driver.
+
+Packages named by ``EVICPRESS_HIDDEN_PACKAGES`` are as if they were not installed. transformers imports scikit-learn,
+which only our profiler's sentence encoder needs, wherever it is: a fifth of what it takes to import SGLang.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import shutil
 import sys
 import sysconfig
@@ -19,6 +23,7 @@ from types import ModuleType
 
 PACKAGE = "sgl_kernel"
 MODULE = "evicpress_cpu_shim"
+HIDDEN = "EVICPRESS_HIDDEN_PACKAGES"
 
 
 def _raising(name: str) -> Callable[..., object]:
@@ -71,6 +76,8 @@ def install() -> None:
     """Called by the environment's ``.pth`` file whenever its Python starts."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
+    for name in os.environ.get(HIDDEN, "").split():
+        sys.modules[name] = None  # type: ignore[assignment]  # "not installed", for whoever asks or imports
 
 
 def main() -> None:
