@@ -80,7 +80,8 @@ class TierRounds:
             begin()
         for job in self.threads.finished_jobs():
             job.finish()
-            self.clock.mark_dirty()
+            if self.threads.ranks.is_alone or not job.is_local:  # else other ranks do not plan in this round
+                self.clock.mark_dirty()
         if self.is_ending:
             return
         now_s = self.threads.now_s()

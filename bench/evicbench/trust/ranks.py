@@ -12,6 +12,7 @@ from evicbench.testbed.server import Server
 from evicbench.tiers import chaos
 from evicbench.tiers.inputs import scratch
 from evicbench.tiers.ttft import Case, Clock, arguments
+from evicbench.trust.rank_states import compared
 
 SECONDS = 600.0
 NUM_QUESTIONS = 120
@@ -40,18 +41,20 @@ class RankChaos(chaos.Chaos):
 
 
 def measure_agreement(seconds: float = SECONDS) -> Iterator[Line]:
-    env = {**RANKS_ON_CPU, "SGLANG_EVICPRESS_FAULTS": "|".join(FAULTS)}
-    found = chaos.storm(seconds, num_questions=NUM_QUESTIONS, more=TWO_RANKS, env=env, make=RankChaos)
+    with compared() as states:
+        env = {**RANKS_ON_CPU, "SGLANG_EVICPRESS_FAULTS": "|".join(FAULTS), **states.env}
+        found = chaos.storm(seconds, num_questions=NUM_QUESTIONS, more=TWO_RANKS, env=env, make=RankChaos)
+        num_rounds, problems = states.num_rounds, [*states.differences, *found.problems]
     errors = {reason: count for reason, count in sorted(found.errors.items()) if count}
     loaded = [found.sources[place] for place in ("device", "host", "storage")]
-    first = f"; first: {found.problems[0][:300]}" if found.problems else ""
+    first = f"; first: {problems[0][:300]}" if problems else ""
     yield Line(
         f"two ranks with tiers, faults {' and '.join(FAULTS)}, for {seconds:g} s",
-        "identical journals, nodes and slots at every check, no hang, no wrong answer",
+        "identical journals, nodes, jobs, slots and queues after every round, no hang, no wrong answer",
         f"{found.num_requests} requests ({found.num_tokens} tokens), {found.num_wrong} wrong, {found.num_hung} hung, "
-        f"{found.num_checks} checks, {len(found.problems)} problems; tokens from GPU, host, SSD: "
+        f"{num_rounds} rounds and {found.num_checks} checks, {len(problems)} problems; tokens from GPU, host, SSD: "
         f"{'/'.join(map(str, loaded))}; errors {errors}{first}",
-        not found.problems and found.num_requests > 0 and found.num_checks > 1 and min(loaded) > 0 and bool(errors),
+        not problems and found.num_requests > 0 and num_rounds > 0 and found.num_checks > 1 and min(loaded) > 0 and bool(errors),
     )
 
 
