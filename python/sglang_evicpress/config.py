@@ -183,8 +183,8 @@ class EvicPressConfig:
         AUTO,
         f"auto, 0 for no host tier, or {_TIER_GB}",
         "Host memory of each rank, in GB of 1e9 bytes, for the KV of prefixes that leave the GPU, or 0 for none. auto "
-        "is half of what is free beyond 4 GB or a tenth of all memory, at most 4 times the KV pool, and 0 where no tier "
-        "can be",
+        "is half of what is free beyond 4 GB or a tenth of all memory, at most 4 times the KV pool, and 0 where no "
+        "tier can be",
     )
     ssd_dir: str | None = setting(
         None,
