@@ -6,12 +6,11 @@ Each refusal is one sentence that names what was asked for, says why it cannot w
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_evicpress.config import AUTO, EvicPressConfig
+from sglang_evicpress.config import AUTO, GB, EvicPressConfig, memory_bytes
 from sglang_evicpress.core import PRESSES
 from sglang_evicpress.decode_budget import schedule
 from sglang_evicpress.decode_budget.scores import SCORES
@@ -179,7 +178,7 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
             f"--kv-policy {config.policy} cannot be combined with --attention-backend torch_native on cuda: it would "
             "wait for the device in every step, so choose flashinfer, triton or fa3"
         )
-    reason = no_tiers_reason(server_args)
+    reason = no_tiers_reason(server_args, config)
     if reason is not None and config.host_gb not in (AUTO, 0):
         raise UnsupportedError(f"--kv-host-gb {config.host_gb:g} {reason}")
     if reason is not None and config.ssd_dir is not None:
@@ -207,24 +206,16 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
             )
 
 
-RANK_TIERS_FLAG = "SGLANG_EVICPRESS_RANK_TIERS"
-"""1 lets ranks have tiers, for tests: see the limits."""
-
-
 def _check_shared_tiers(server_args: Any, config: EvicPressConfig) -> None:
     """Refuse what tiers of several ranks cannot be combined with."""
-    reason = shared_tiers_reason(server_args)
-    if reason is None:
+    if server_args.tp_size == 1 or not config.has_tiers:
         return
-    if config.ssd_dir is not None and config.host_gb == AUTO:
-        raise UnsupportedError(f"--kv-host-gb of --kv-ssd-dir {config.ssd_dir} {reason}")
-    if config.host_gb in (AUTO, 0):
-        return
-    shared = f"--kv-host-gb {config.host_gb:g} with --tp-size {server_args.tp_size} cannot be combined with"
-    if config.decode.budget > 0:
+    num_here = max(1, server_args.tp_size // server_args.nnodes)
+    total_gb, memory_gb = 0.0 if config.host_gb == AUTO else config.host_gb * num_here, memory_bytes() / GB
+    if total_gb > memory_gb:
         raise UnsupportedError(
-            f"{shared} --kv-decode-budget {config.decode.budget}: that ranks agree then has not been shown yet, so "
-            "leave out one of the two"
+            f"--kv-host-gb {config.host_gb:g} with --tp-size {server_args.tp_size} is {total_gb:g} GB in all, and this "
+            f"machine has {memory_gb:.1f} GB of memory: expected less"
         )
     if config.ssd_dir is not None and (server_args.enable_lora or server_args.lora_paths):
         raise UnsupportedError(
@@ -251,13 +242,13 @@ def _check_uneven(server_args: Any, config: EvicPressConfig) -> None:
         )
 
 
-def no_tiers_reason(server_args: Any) -> str | None:
+def no_tiers_reason(server_args: Any, config: EvicPressConfig) -> str | None:
     """Whatever keeps KV on the GPU alone, with the way out, as it goes on behind the flag that asked for a tier; None
     where there may be tiers. Before SGLang has resolved its defaults, by what the user gave."""
-    if server_args.tp_size > 1 and os.environ.get(RANK_TIERS_FLAG) != "1":
+    if server_args.tp_size > 1 and config.decode.budget > 0:
         return (
-            f"cannot be combined with --tp-size {server_args.tp_size}: ranks do not agree for long yet on when copies "
-            "arrive, so leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1"
+            f"cannot be combined with --tp-size {server_args.tp_size} and --kv-decode-budget {config.decode.budget}: "
+            "that ranks agree then has not been shown yet, so leave out one of the three"
         )
     if _has_full_prefill_graph(server_args):
         return (
@@ -265,17 +256,6 @@ def no_tiers_reason(server_args: Any) -> str | None:
             "are loaded back, so choose another graph backend, or leave out --kv-host-gb and --kv-ssd-dir"
         )
     return None
-
-
-def shared_tiers_reason(server_args: Any) -> str | None:
-    """Why the size of host memory has to be given in a number, as it goes on behind the flag; None where it need
-    not."""
-    if server_args.tp_size == 1:
-        return None
-    return (
-        f"cannot be auto with --tp-size {server_args.tp_size}: give --kv-host-gb the GB that each rank takes, or use "
-        "--tp-size 1"
-    )
 
 
 def _has_full_prefill_graph(server_args: Any) -> bool:

@@ -25,6 +25,7 @@ from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.model_geometry import ServedModel, geometry_of
 from sglang_evicpress.patches.tree.model_identity import ModelIdentity, adapter_digest, agreed
+from sglang_evicpress.patches.tree.ranks import Ranks
 from sglang_evicpress.patches.unsupported import BACKEND_NAME, attention_layers, check_layers, check_model
 from sglang_evicpress.search.menu_budgets import layer_groups
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES
@@ -46,20 +47,26 @@ def are_weights_released(scheduler: Any) -> bool:
     return scheduler is not None and GPU_MEMORY_TYPE_WEIGHTS in scheduler.weight_updater.offload_tags
 
 
-def with_host_size(config: EvicPressConfig, pool_bytes: int) -> EvicPressConfig:
-    """The settings with a host tier's size in place of auto. Raises ValueError, one sentence, where an SSD needs it."""
+def with_host_size(
+    config: EvicPressConfig, pool_bytes: int, ranks: Ranks | None = None, num_sharing: int = 1
+) -> EvicPressConfig:
+    """The settings with a host tier's size in place of auto, the least of what ``ranks`` find, of which ``num_sharing``
+    share this machine's memory. Raises ValueError, one sentence, where an SSD needs it."""
     if config.host_gb != AUTO:
         return config
     memory = read_memory()
-    num_bytes = auto_bytes(memory, pool_bytes)
+    num_bytes = auto_bytes(memory, pool_bytes, num_sharing)
+    if ranks is not None:
+        (num_bytes,) = ranks.lowest(torch.tensor([num_bytes])).tolist()
     if not num_bytes and config.ssd_dir is not None:
         raise ValueError(
             f"host_gb is auto with ssd_dir {config.ssd_dir!r}, and only {memory.free / GB:.1f} GB are free, of which "
             f"{memory.reserve / GB:.1f} GB stay so: expected memory, or the GB that KV may go through on its way"
         )
     logger.info(
-        "evicpress: --kv-host-gb auto is %.3f: %.3f GB free, of which %.3f GB stay so, and a KV pool of %.3f GB",
+        "evicpress: --kv-host-gb auto is %.3f: %.3f GB free, of which %.3f GB stay so, and a KV pool of %.3f GB%s",
         *(size / GB for size in (num_bytes, memory.free, memory.reserve, pool_bytes)),
+        f", for each of {num_sharing} ranks" if num_sharing > 1 else "",
     )
     return replace(config, host_gb=num_bytes / GB)
 
@@ -118,7 +125,8 @@ def build(context: Any) -> EvicPressCache:
     admin_key = context.server_args.admin_api_key
     hash_key = key_of(admin_key) if admin_key else b""
     try:
-        config = with_host_size(config, pool.size * compressor.slot_bytes)
+        num_here = max(1, context.tp_size // context.server_args.nnodes)
+        config = with_host_size(config, pool.size * compressor.slot_bytes, compressor.ranks, num_here)
         identity = model.of_model() if config.has_tiers else bytes(KEY_BYTES)
         cache = cache_class()(params, config, compressor, identity, agreed(secrets.token_bytes(16), group), hash_key)
     except (StoreError, RuntimeError, ValueError) as error:

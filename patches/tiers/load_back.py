@@ -46,7 +46,7 @@ class LoadBack:
         """Bring the path down to ``last`` onto the GPU, whose copies on the host were ready when it was matched.
 
         Returns the logical indices of the loaded nodes, with holes, and the last of them; nothing and the last node on
-        the GPU when there is no room.
+        the GPU when there is no room, or a rank has seen since that one is damaged.
         """
         path, host = path_to(last), self.storage.host
         wanted = [node for node in path if node.value is None]
@@ -55,10 +55,12 @@ class LoadBack:
         self.lock(last)  # they hold no slot yet, and must not go while room is made
         for copy in copies:
             host.pin(copy.entry)
-        self.make_room(needed)
-        slots = self.allocator.alloc(needed) if len(copies) == len(wanted) else None
+        (is_damaged,) = self.storage.ranks.any_of([any(copy.entry.is_damaged for copy in copies)])
+        if not is_damaged:
+            self.make_room(needed)
+        slots = self.allocator.alloc(needed) if len(copies) == len(wanted) and not is_damaged else None
         if slots is None:
-            self.storage.counts["loads_without_room"] += 1
+            self.storage.counts["loads_of_damaged" if is_damaged else "loads_without_room"] += 1
             self.unlock(last)
             for copy in copies:
                 host.unpin(copy.entry)

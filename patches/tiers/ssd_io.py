@@ -268,9 +268,12 @@ class Write(Job):
         self.entry.write = None
         self.ssd.end_write(self.reservation)
         if self.error is not None:
-            self.owner.storage.errors[f"ssd_write_{self.error}"] += 1
-            if self.ref is not None and self.ssd is self.owner.storage.ssd:
-                self.ssd.forget(self.ref, self.owner.storage.workers["write"])
+            storage = self.owner.storage
+            storage.errors[f"ssd_write_{self.error}"] += 1
+            if self.ssd is storage.ssd and self.ref is not None:
+                self.ssd.forget(self.ref, storage.workers["write"])
+            elif self.ssd is storage.ssd:
+                self.ssd.reclaim(storage.workers["write"])  # what was written of it
 
     def finish(self) -> None:
         owner, entry = self.owner, self.entry

@@ -182,8 +182,9 @@ class EvicPressConfig:
     host_gb: Annotated[float | Literal["auto"], AfterValidator(_host_size)] = setting(
         AUTO,
         f"auto, 0 for no host tier, or {_TIER_GB}",
-        "Host memory, in GB of 1e9 bytes, for the KV of prefixes that leave the GPU, or 0 for none. auto is half of "
-        "what is free beyond 4 GB or a tenth of all memory, at most 4 times the KV pool, and 0 where no tier can be",
+        "Host memory of each rank, in GB of 1e9 bytes, for the KV of prefixes that leave the GPU, or 0 for none. auto "
+        "is half of what is free beyond 4 GB or a tenth of all memory, at most 4 times the KV pool, and 0 where no "
+        "tier can be",
     )
     ssd_dir: str | None = setting(
         None,
@@ -372,7 +373,7 @@ class EvicPressConfig:
         for name, group in GROUPS.items():
             values[name] = checked(group, {key: values.pop(key) for key in fields_of(group) if key in values})
         config = checked(cls, values)
-        memory_gb = _memory_bytes() / GB
+        memory_gb = memory_bytes() / GB
         if config.host_gb != AUTO and config.host_gb > memory_gb:
             raise ValueError(
                 f"host_gb is {config.host_gb:g}, and this machine has {memory_gb:.1f} GB of memory: expected less"
@@ -421,7 +422,8 @@ def check_ssd_folder(folder: str) -> None:
         raise ValueError(f"{where} {what} not writable for this user: expected a folder that is")
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
+    """Memory that this machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -151,7 +151,7 @@ def launch_parser() -> argparse.ArgumentParser:
 def test_a_server_takes_its_flags(
     each: Written, launch_parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings, "_memory_bytes", lambda: 2e12)  # of the machine that the page is about
+    monkeypatch.setattr(settings, "memory_bytes", lambda: 2e12)  # of the machine that the page is about
     args = launch_parser.parse_args(each.words[3:])
     config = config_of(args)
     for row in UNSUPPORTED:

@@ -135,24 +135,18 @@ def test_unequal_backends_for_prefill_and_decode_are_refused(server_args: Any) -
     _refuse("flashinfer for prefill and triton for decode", server_args)
 
 
-def test_tiers_are_refused_with_more_than_one_rank_unless_they_are_tested(
-    server_args: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiers_of_more_than_one_rank_are_refused_with_what_ranks_would_not_agree_on(server_args: Any) -> None:
     server_args.tp_size = 2
-    sentence = _refuse("--kv-host-gb 2.5 cannot be combined with --tp-size 2", server_args,
-                       EvicPressConfig("evicpress", host_gb=2.5))  # fmt: skip
-    assert "leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1" in sentence
-    monkeypatch.setenv(unsupported.RANK_TIERS_FLAG, "1")
     tiers = EvicPressConfig("evicpress", host_gb=2.5, ssd_dir="/kv", ssd_gb=1.0)
-    unsupported.check(server_args, CONFIG)
-    unsupported.check(server_args, tiers)
-    sentence = _refuse("--kv-host-gb of --kv-ssd-dir /kv cannot be auto with --tp-size 2", server_args,
-                       EvicPressConfig("evicpress", ssd_dir="/kv", ssd_gb=1.0))  # fmt: skip
-    assert "give --kv-host-gb the GB that each rank takes, or use --tp-size 1" in sentence
+    for allowed in (CONFIG, tiers, EvicPressConfig("evicpress", ssd_dir="/kv", ssd_gb=1.0)):
+        unsupported.check(server_args, allowed)
+    much = unsupported.memory_bytes() / 1.5e9
+    sentence = _refuse(f"--kv-host-gb {much:g} with --tp-size 2 is", server_args, EvicPressConfig("lru", host_gb=much))
+    assert "GB in all, and this machine has" in sentence
     dropping = EvicPressConfig("evicpress", host_gb=2.5, decode=DecodeFlags(256))
-    sentence = _refuse("--kv-host-gb 2.5 with --tp-size 2 cannot be combined with --kv-decode-budget 256", server_args,
+    sentence = _refuse("--kv-host-gb 2.5 cannot be combined with --tp-size 2 and --kv-decode-budget 256", server_args,
                        dropping)  # fmt: skip
-    assert "leave out one of the two" in sentence
+    assert "leave out one of the three" in sentence
     server_args.enable_lora = True
     unsupported.check(server_args, EvicPressConfig("evicpress", host_gb=2.5))
     _refuse("--kv-ssd-dir /kv with --tp-size 2 cannot be combined with LoRA", server_args, tiers)

@@ -120,7 +120,10 @@ def test_the_flag_chooses_our_cache_and_an_attention_backend(model: str, fronten
 
 @pytest.mark.parametrize(
     ("values", "why"),
-    [({"tp_size": 2}, "--tp-size 2"), ({"cuda_graph_backend_prefill": "full"}, "--cuda-graph-backend-prefill full")],
+    [
+        ({"tp_size": 2, "kv_decode_budget": 256}, "--tp-size 2"),
+        ({"cuda_graph_backend_prefill": "full"}, "--cuda-graph-backend-prefill full"),
+    ],
 )
 def test_auto_is_no_host_tier_where_it_is_refused_and_one_line_says_so(
     model: str, caplog: pytest.LogCaptureFixture, values: dict[str, Any], why: str
@@ -308,8 +311,8 @@ WRONG = [
     ),
     (("--kv-policy", "lru", "--kv-host-gb", "x"), "host_gb is 'x': expected auto, 0 for no host tier, or a number"),
     (
-        ("--kv-policy", "lru", "--kv-ssd-dir", "/tmp", "--kv-ssd-gb", "1", "--tp-size", "2"),
-        "--kv-ssd-dir /tmp cannot be combined with --tp-size 2: ranks do not agree for long yet",
+        ("--kv-policy", "lru", "--kv-ssd-dir", "/tmp", "--kv-ssd-gb", "1", "--tp-size", "2", "--kv-decode-budget", "9"),
+        "--kv-ssd-dir /tmp cannot be combined with --tp-size 2 and --kv-decode-budget 9: that ranks agree then",
     ),
     (
         ("--kv-policy", "evicpress", "--kv-forms", "geometry@0.5"),

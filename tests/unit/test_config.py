@@ -204,7 +204,7 @@ def test_a_file_says_numbers_as_numbers(tmp_path: Path) -> None:
 
 
 def test_more_host_memory_than_the_machine_has_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module, "_memory_bytes", lambda: 8_000_000_000)
+    monkeypatch.setattr(config_module, "memory_bytes", lambda: 8_000_000_000)
     assert EvicPressConfig.from_flags("lru", host_gb=8).host_bytes == 8_000_000_000
     with pytest.raises(ValueError, match="host_gb") as raised:
         EvicPressConfig.from_flags("lru", host_gb=8.1)
@@ -212,7 +212,7 @@ def test_more_host_memory_than_the_machine_has_names_both(monkeypatch: pytest.Mo
 
 
 def test_the_memory_of_this_machine_is_known() -> None:
-    assert 1e8 < config_module._memory_bytes() < 1e15
+    assert 1e8 < config_module.memory_bytes() < 1e15
 
 
 def test_an_ssd_folder_may_be_made_later(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from evicbench.releases.cpu_shim import HIDDEN
 from sglang_evicpress.benchmark import server
 from sglang_evicpress.benchmark.server import NoAnswerInTime, ServerError, free_port
 
@@ -77,7 +76,7 @@ class Server(server.Server):
                 "OMP_NUM_THREADS": "1",
                 "TOKENIZERS_PARALLELISM": "false",
                 "HF_HUB_OFFLINE": "1",
-                HIDDEN: "sklearn",
+                "EVICPRESS_HIDDEN_PACKAGES": "sklearn",  # see releases/cpu_shim.py
                 **(env or {}),
             },
             folder=self._own_folder,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.patches.cache import factory
+from sglang_evicpress.patches.tree.ranks import Ranks
 from sglang_evicpress.tiers.host.memory import Memory
 
 pytestmark = pytest.mark.sglang
@@ -25,6 +27,17 @@ def test_auto_is_a_size_from_here_on_and_one_line_says_which(
         assert chosen(monkeypatch, 3, host_gb=2.0).host_bytes == 2 * GB
     lines = [record.message for record in caplog.records]
     assert ["auto is 4.000" in line or "auto is 0.000" in line for line in lines] == [True, True]
+
+
+def test_ranks_take_equal_shares_of_what_the_one_with_least_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Others(Ranks):
+        def lowest(self, values: torch.Tensor) -> torch.Tensor:
+            return values.clamp(max=GB)
+
+    monkeypatch.setattr(factory, "read_memory", lambda: Memory(32 * GB, 20 * GB))
+    config = EvicPressConfig("evicpress")
+    assert factory.with_host_size(config, GB, Ranks(None), 4).host_bytes == 2 * GB
+    assert factory.with_host_size(config, GB, Others(None), 4).host_bytes == GB
 
 
 def test_an_ssd_without_memory_to_go_through_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

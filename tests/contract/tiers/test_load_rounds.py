@@ -11,7 +11,9 @@ from tests.contract.releases import load_back, lock, unlock
 from tests.contract.tiers.test_tiers_model import Opened, TierWalk, blocked, cached
 
 from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.tiers.host_checks import is_verified
 from sglang_evicpress.patches.tree.node import path_to
+from sglang_evicpress.tiers.entry.header import BadEntry
 
 
 @pytest.fixture
@@ -125,3 +127,21 @@ def test_a_round_without_a_batch_and_a_flush_start_what_was_begun(walk: TierWalk
         assert not walk.tiers.loads and (is_flush or node.lock_ref == 0)
         assert not any(entry.pins for entry in walk.cache.host.entries())
         assert walk.cache.inspector.check_integrity()["ok"]
+
+
+def test_what_a_thread_has_seen_damaged_is_not_loaded_though_it_was_good_shortly_before(
+    walk: TierWalk,
+) -> None:
+    tokens, node = cached(walk, 60, Tier.HOST)
+    request, entry = asked(walk, tokens), node.kv.copies[Tier.HOST].entry
+    (chunk,) = walk.cache.host.arena.buffers(entry.runs, 0, 1)
+    chunk[0] ^= 1
+    with pytest.raises(BadEntry):  # as on the thread of a job that is not finished yet
+        walk.cache.host.check(entry)
+    assert is_verified(entry, walk.tree.storage.now_s()) and walk.look_up(request).host_hit_length == 60
+    assert walk.admit(request) == 0
+    assert walk.tree.storage.counts["loads_of_damaged"] == 1
+    walk.check_rows()
+    assert entry.pins == 0
+    walk.end(request)
+    walk.check_rows()

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,7 +98,9 @@ class RankWalk(TierWalk):
         journal = cache.parts.controller.journal
         last = journal.read(max(0, journal.next_number - 20), 20)
         counts = storage.num_pending_jobs, cache.host.arena.extents.used_bytes, cache.ssd.used_bytes, last
-        return nodes, RELEASE.free_pages(self.allocator).tolist(), cache.evictable_size_, counts, dict(storage.counts)
+        counted = {what: number for what, number in storage.counts.items() if what != "late_layers"}  # each has its own
+        is_dirty = self.tree.background_clock.is_dirty
+        return nodes, RELEASE.free_pages(self.allocator).tolist(), cache.evictable_size_, counts, counted, is_dirty
 
     def check(self) -> None:
         states = self.tree.ranks.gathered(self.state())
@@ -118,7 +121,8 @@ def walked(rank: int, folder: str, seed: int, page_size: int) -> None:
     counts = walk.tree.storage.counts
     print(dict(counts), dict(walk.tree.storage.errors), dict(walk.cache.host.faults.counts), flush=True)
     assert sum(walk.tree.ranks.gathered(walk.cache.host.faults.counts.total())) > 0
-    assert counts["released"] > 0 and counts["written"] > 0
+    num_failed = sum(count for error, count in walk.tree.storage.errors.items() if error.startswith("ssd_write_"))
+    assert counts["released"] > 0 and counts["written"] + num_failed > 0
     assert walk.num_compared > NUM_STEPS
     walk.close()
 
@@ -156,9 +160,15 @@ def run_rank(rank: int, folder: str, task: Callable[..., None], arguments: tuple
     test_tiers_model._PLACE = test_tiers_model._PLACE + 8 * rank  # other heads
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     TierWalk.group = dist.group.WORLD
-    task(rank, folder, *arguments)
-    dist.barrier()
-    os._exit(0)  # gloo's threads abort a process that ends orderly while the other rank closes its sockets
+    is_done = False
+    try:
+        task(rank, folder, *arguments)
+        dist.barrier()
+        is_done = True
+    finally:  # gloo's threads abort a process that ends orderly while the other rank closes its sockets
+        if not is_done:
+            traceback.print_exc()
+        os._exit(0 if is_done else 1)
 
 
 def run_ranks(folder: Path, task: Callable[..., None], *arguments: int, seconds: float = 120.0) -> None:

@@ -17,14 +17,16 @@ from sglang_evicpress.tiers.host.allocator import Run
 class HostEntry:
     """An entry in the arena. ``owners`` are the ids of the nodes that hold a piece of it; its ``runs`` are freed once
     there is none and nobody who reads or writes it has it ``pinned``. ``checked_s``: when its checksums were last seen
-    to hold. ``check``, ``arrival`` and ``write`` are the jobs that verify it, fill it and write it to SSD
-    now, ``ssd`` is the same payload there."""
+    to hold; ``is_damaged``: a thread has seen on this rank that one does not, and its job will say so. ``check``,
+    ``arrival`` and ``write`` are the jobs that verify it, fill it and write it to SSD now, ``ssd`` is the same payload
+    there."""
 
     header: Header
     runs: Sequence[Run]
     owners: set[int] = field(default_factory=set)
     pins: int = 0
     checked_s: float = -math.inf
+    is_damaged: bool = False
     check: Any = None
     arrival: Any = None
     write: Any = None

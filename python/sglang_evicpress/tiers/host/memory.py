@@ -29,10 +29,10 @@ class Memory:
         return max(_RESERVE_BYTES, self.total // _RESERVE_SHARE)
 
 
-def auto_bytes(memory: Memory, pool_bytes: int) -> int:
+def auto_bytes(memory: Memory, pool_bytes: int, num_sharing: int = 1) -> int:
     """Size of a host tier that nobody chose: the least of half of what is free beyond the reserve and 4 KV pools, but
-    no less than the smallest tier; 0 where that half is less."""
-    spare = (memory.free - memory.reserve) // 2
+    no less than the smallest tier; 0 where that half is less. ``num_sharing`` ranks each take one from this memory."""
+    spare = (memory.free - memory.reserve) // (2 * num_sharing)
     return 0 if spare < MIN_TIER_BYTES else max(MIN_TIER_BYTES, min(spare, POOL_MULTIPLE * pool_bytes))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_evicpress.tiers.entry.copies import HostEntry
-from sglang_evicpress.tiers.entry.header import check_part
+from sglang_evicpress.tiers.entry.header import BadEntry, check_part
 from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.host.arena import STEP_BYTES, Arena
 
@@ -66,9 +66,14 @@ class HostTier:
             self.faults.maybe_delay()
         for number, extent in enumerate(entry.header.extents):
             chunks = self.arena.buffers(entry.runs, extent.offset, extent.num_bytes)
-            if self.faults is not None and chunks:
+            # What a load reads meanwhile was seen to be good.
+            if self.faults is not None and chunks and entry.pins == 1:
                 self.faults.maybe_flip(chunks[0])
-            check_part(entry.header, number, chunks)
+            try:
+                check_part(entry.header, number, chunks)
+            except BadEntry:
+                entry.is_damaged = True
+                raise
 
     def close(self) -> None:
         self.arena.close()
