@@ -81,6 +81,6 @@ def _case(folder: Path, num_ranks: int) -> Case:
 
 def measure() -> Iterator[Line]:
     walks = "two ranks without a model: random walks with faults on either, every decision and row compared"
-    yield passed(walks, "all pass", "-m", "soak", "tests/contract/tiers/test_tier_ranks.py")
+    yield passed(walks, "all pass", "tests/contract/tiers/test_tier_ranks.py")
     yield from measure_agreement()
     yield from measure_first_token()
