@@ -16,7 +16,7 @@ from typing import Any
 from evicbench.plugins import PluginLog, Tell, plugin_folder, watch_scheduler
 
 NAME = "evicpress_rank_states"
-TOLD_EVERY = 1000
+TOLD_EVERY = 100
 LAST_DECISIONS = 12
 
 
@@ -25,7 +25,7 @@ class RankStates(PluginLog):
 
     @property
     def num_rounds(self) -> int:
-        """Rounds after which every rank held the same, to the last thousand."""
+        """Rounds after which every rank held the same, to the last hundred."""
         return max((line["rounds"] for line in self.lines()), default=0)
 
     @property
