@@ -63,5 +63,7 @@ def test_nothing_is_compared_unless_asked(opened: Opened) -> None:
 def test_a_random_walk_raises_no_alarm(opened: Opened) -> None:
     walk = opened(3, 1, slot_checks=1.0)
     walk.cost = None
-    walk.run(300)
-    assert walk.tree.storage.counts["slots_checked"] > 0 and walk.tree.storage.errors["gpu_slots"] == 0
+    while not walk.tree.storage.counts["slots_checked"]:  # what is loaded depends on how busy the machine is
+        walk.step(100)
+    walk.run(200)
+    assert walk.tree.storage.errors["gpu_slots"] == 0
