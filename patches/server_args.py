@@ -123,10 +123,10 @@ def _check_ssd(config: EvicPressConfig) -> None:
 
 def _check_profiles(config: EvicPressConfig) -> None:
     """A file of profiles that cannot be used stops the start, before a model is loaded; a damaged one is set aside."""
-    if config.profile_path is None:
+    if config.profiles.path is None:
         return
     try:
-        ProfileStore(Path(config.profile_path), bytes(KEY_BYTES))
+        ProfileStore(Path(config.profiles.path), bytes(KEY_BYTES))
     except ValueError as error:
         raise unsupported.UnsupportedError(str(error)) from None
 

@@ -83,7 +83,7 @@ def _around_http_server(
     from sglang.srt.entrypoints.http_server import app
 
     config = config_of(server_args)
-    profile_file = ProfileFile(config.profile_path)
+    profile_file = ProfileFile(config.profiles.path)
     calls = add_routes(
         app,
         tokenizer_manager,

@@ -128,7 +128,7 @@ class Quality:
         """Nothing is known of any context, nor was any question asked."""
         self.catalog = Catalog(self._prior)
         self.recorder = Recorder() if self.config.profiles_online else None
-        self._watch = DriftMonitor(self.config.drift_threshold)
+        self._watch = DriftMonitor(self.config.profiles.drift_threshold)
         self._contexts.clear()
         self._node_of_context.clear()
 
@@ -143,9 +143,9 @@ class Quality:
             return False
         self.profile_identity = identity
         self.forget_profiles()
-        if self.config.profile_path is not None:
+        if self.config.profiles.path is not None:
             is_reader = self.ranks.is_first_rank
-            text = _read_profiles(Path(self.config.profile_path), identity) if is_reader else b""
+            text = _read_profiles(Path(self.config.profiles.path), identity) if is_reader else b""
             for profile in orjson.loads(self.ranks.as_first_rank(text)):
                 self.catalog.put(Profile.from_json(profile))
         self.renew_default()
@@ -426,7 +426,7 @@ class Quality:
         default = self.default_expectation
         return {
             "identity": self.profile_identity.hex(),
-            "file": self.config.profile_path,
+            "file": self.config.profiles.path,
             "prior": None if self.config.curves is None else dict(self.config.curves),
             "forms": [str(form) for form in forms],
             "default": {

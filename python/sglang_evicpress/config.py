@@ -19,6 +19,7 @@ from sglang_evicpress.flag_groups import (
     DecodeFlags,
     LayerFlags,
     PrefillFlags,
+    ProfileFlags,
     file_path,
     setting,
 )
@@ -222,26 +223,7 @@ class EvicPressConfig:
         "File of 32 to 4096 bytes, such as those of head -c 32 /dev/urandom, readable for its owner only: what is on "
         "the SSD is sealed with it, and what has no such seal is a miss",
     )
-    profile_path: _Path | None = setting(
-        None,
-        _PATH,
-        "File that keeps the measured quality curves of contexts for later servers; made where it is missing",
-        shown="none, they are forgotten with the server",
-    )
-    drift_threshold: float = setting(
-        0.3,
-        "a number above 0, up to 1",
-        "Measure a context anew when the predicted quality of its answers exceeds the observed one by this much",
-        gt=0,
-        le=1,
-    )
-    online_profiling: bool = setting(
-        True,
-        "true or false",
-        "Do not keep the last questions about each context in memory; nothing is measured online then",
-        shown="they are kept",
-        flag="disable_online_profiling",
-    )
+    profiles: ProfileFlags = Field(default_factory=ProfileFlags)
     decode: DecodeFlags = Field(default_factory=DecodeFlags)
     slot_checks: float = setting(
         0.0,
@@ -340,7 +322,7 @@ class EvicPressConfig:
     def profiles_online(self) -> bool:
         """True if contexts are profiled while the server runs: where it would change what the policy does."""
         has_lossy = any(not form.is_exact for form in self.menu_forms)
-        return self.online_profiling and has_lossy and policy_info(self.policy).weighs_quality
+        return self.profiles.are_online and has_lossy and policy_info(self.policy).weighs_quality
 
     @property
     def menu_forms(self) -> tuple[Form, ...]:

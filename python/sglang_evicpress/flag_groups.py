@@ -112,9 +112,38 @@ class PrefillFlags:
     per_pair_s: float = setting(0.0, AT_LEAST_0, key="prefill_per_pair_s", ge=0)
 
 
-GROUPS: dict[str, type[DecodeFlags] | type[LayerFlags] | type[PrefillFlags]] = {
+@dataclass(frozen=True, slots=True, config=STRICT)
+class ProfileFlags:
+    """Quality measured by the server itself."""
+
+    path: Annotated[str, AfterValidator(file_path)] | None = setting(
+        None,
+        "the path of a file",
+        "File that keeps the measured quality curves of contexts for later servers; made where it is missing",
+        key="profile_path",
+        shown="none, they are forgotten with the server",
+    )
+    drift_threshold: float = setting(
+        0.3,
+        "a number above 0, up to 1",
+        "Measure a context anew when the predicted quality of its answers exceeds the observed one by this much",
+        gt=0,
+        le=1,
+    )
+    are_online: bool = setting(
+        True,
+        "true or false",
+        "Do not keep the last questions about each context in memory; nothing is measured online then",
+        key="online_profiling",
+        shown="they are kept",
+        flag="disable_online_profiling",
+    )
+
+
+GROUPS: dict[str, type[DecodeFlags] | type[LayerFlags] | type[PrefillFlags] | type[ProfileFlags]] = {
     "layers": LayerFlags,
     "prefill": PrefillFlags,
+    "profiles": ProfileFlags,
     "decode": DecodeFlags,
 }
 """By their field of the configuration. Files and flags name their settings beside the others."""

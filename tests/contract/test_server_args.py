@@ -18,6 +18,7 @@ from tests.contract.releases import resolved, resolved_arguments
 from sglang_evicpress import spawn
 from sglang_evicpress.config import AUTO, EvicPressConfig
 from sglang_evicpress.core import Form
+from sglang_evicpress.flag_groups import ProfileFlags
 from sglang_evicpress.flags import FLAGS, Flag
 from sglang_evicpress.patches import hook_check, install, kv_flags, server_args
 from sglang_evicpress.patches.compat import arguments_0_5_23
@@ -204,7 +205,7 @@ def test_flags_and_the_file_become_one_config(model: str, tmp_path: Path) -> Non
         host_gb=0.5,
         ssd_allow_dirs=("/mnt/a", "/mnt/b"),
         curves={"knorm": {"0.5": 0.75}},
-        online_profiling=False,
+        profiles=ProfileFlags(are_online=False),
         max_queue_s=7.5,
     )
 

@@ -12,7 +12,7 @@ import pytest
 from sglang_evicpress import config as config_module
 from sglang_evicpress.config import AUTO, DEFAULT_FORMS, EvicPressConfig, check_ssd_folder, policy_in
 from sglang_evicpress.core import EXACT, Form
-from sglang_evicpress.flag_groups import DecodeFlags, LayerFlags, PrefillFlags
+from sglang_evicpress.flag_groups import DecodeFlags, LayerFlags, PrefillFlags, ProfileFlags
 from sglang_evicpress.search.budget_file import BudgetFile, write_budget_file
 from sglang_evicpress.search.form_budgets import budget_name
 
@@ -103,6 +103,8 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
     fields |= {"forms": (Form("knorm", 0.3),), "ssd_allow_dirs": ("/mnt/a", "/mnt/b"), "decode": DecodeFlags(**decode)}  # type: ignore[arg-type]
     shares = {budget_name("found.json", budgets): budgets.shares}
     fields["layers"] = LayerFlags(fields.pop("layer_budget"), fields.pop("max_layer_counts"), shares)  # type: ignore[arg-type]
+    profiles = [fields.pop(name) for name in ("profile_path", "drift_threshold", "online_profiling")]
+    fields["profiles"] = ProfileFlags(*profiles)  # type: ignore[arg-type]
     prefill = {name: fields.pop(f"prefill_{name}") for name in PrefillFlags.__dataclass_fields__}
     fields["prefill"] = PrefillFlags(**prefill)  # type: ignore[arg-type]
     config = EvicPressConfig(**fields)  # type: ignore[arg-type]

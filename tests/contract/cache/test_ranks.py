@@ -18,6 +18,7 @@ from tests.contract.profiling.test_profiling import GOOD, IDENTITY, ProfiledWalk
 from tests.contract.profiling.test_shadows import HALF, ShadowWalk
 
 from sglang_evicpress.core import Form
+from sglang_evicpress.flag_groups import ProfileFlags
 from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.tree import compressor
 from sglang_evicpress.quality.store import ProfileStore
@@ -240,7 +241,7 @@ def test_profiles_are_those_that_rank_0_reads(ranks: Ranks, tmp_path: Path) -> N
     for rank_0, expected in (("rank-0.jsonl", 1), ("none/at/all.jsonl", 0)):
         walks = of_ranks(ranks, ProfiledWalk)
         for walk, name in zip(walks, (rank_0, "rank-1.jsonl"), strict=True):
-            object.__setattr__(walk.cache.config, "profile_path", str(tmp_path / name))
+            object.__setattr__(walk.cache.config, "profiles", ProfileFlags(str(tmp_path / name)))
             walk.cache.quality.profile_identity = bytes(16)
         assert ranks.run(*(walk.cache.quality.identify_profiles for walk in walks)) == [True, True]
         catalogs = [[profile.to_json() for profile in walk.cache.quality.catalog] for walk in walks]

@@ -15,6 +15,7 @@ from tests.contract.profiling.test_shadows import HALF, ShadowWalk
 from tests.contract.releases import end_request
 
 from sglang_evicpress.core import Form
+from sglang_evicpress.flag_groups import ProfileFlags
 from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.patches.profiling import quality
 from sglang_evicpress.policy.cost_model import PrefillCost
@@ -316,7 +317,7 @@ def test_profiles_are_read_at_the_start_and_those_of_another_model_are_not(tmp_p
     for identity, means in ((IDENTITY, GOOD), (bytes(KEY_BYTES), POOR)):
         store = ProfileStore(tmp_path / "profiles", identity)
         store.put(ProfiledWalk().profile(tokens, means))
-    walk = ProfiledWalk(profile_path=str(tmp_path / "profiles"))
+    walk = ProfiledWalk(profiles=ProfileFlags(str(tmp_path / "profiles")))
     finished(walk, tokens)
     (node,) = walk.parts(tokens)
     assert walk.expected(node, "knorm@0.5") == [walk.cache.quality.catalog.curves_of(walk.key_of(tokens)).quality(HALF)]
@@ -409,7 +410,9 @@ def test_what_is_not_recorded(walk: ProfiledWalk) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"online_profiling": False}, {"policy": "lru"}, {"forms": (Form(),)}], ids=["flag", "policy", "exact"]
+    "settings",
+    [{"profiles": ProfileFlags(are_online=False)}, {"policy": "lru"}, {"forms": (Form(),)}],
+    ids=["flag", "policy", "exact"],
 )
 def test_where_it_would_change_nothing_nothing_is_recorded(settings: dict[str, object]) -> None:
     walk = ProfiledWalk(**settings)
