@@ -113,6 +113,7 @@ def test_check_reads_only_the_payload(host: HostTier) -> None:
 def test_a_flip_on_purpose_is_found() -> None:
     host = HostTier(NUM_BYTES, is_pinned=False, faults=Faults(rates={"flip": 1.0}))
     entry = put(host)
+    host.pin(entry)
     with pytest.raises(BadEntry, match="checksum"):
         host.check(entry)
     host.faults.is_on = False
