@@ -113,8 +113,8 @@ def _without_refused_tiers(server_args: Any, chosen: Any, config: EvicPressConfi
 def _check_ssd(config: EvicPressConfig) -> None:
     """A folder or key that cannot be used stops the start, before a model is loaded."""
     try:
-        if config.ssd_key_file is not None:
-            Key.read(config.ssd_key_file)
+        if config.stores.key_file is not None:
+            Key.read(config.stores.key_file)
         if config.ssd_dir is not None and os.path.lexists(config.ssd_dir):
             folder.Folder.open(Path(config.ssd_dir), is_made=False)
     except (folder.StoreError, ValueError) as error:

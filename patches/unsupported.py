@@ -183,6 +183,15 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
         raise UnsupportedError(f"--kv-host-gb {config.host_gb:g} {reason}")
     if reason is not None and config.ssd_dir is not None:
         raise UnsupportedError(f"--kv-ssd-dir {config.ssd_dir} {reason}")
+    if config.stores.backend is not None:
+        backend = f"--kv-external-backend {config.stores.backend}"
+        if reason is not None:
+            raise UnsupportedError(f"{backend} {reason}")
+        if server_args.tp_size > 1:
+            raise UnsupportedError(
+                f"{backend} cannot be combined with --tp-size {server_args.tp_size}: that ranks find the same there "
+                "has not been shown yet, so leave out one of the two"
+            )
     _check_shared_tiers(server_args, config)
     _check_uneven(server_args, config)
     _check_decode(config, server_args.page_size)

@@ -227,10 +227,10 @@ class Parts:
         self.rounds = TierRounds(
             tree.storage,
             tree.background_clock,
-            (self.idle_promotion, self.idle_compression),
+            (self.idle_promotion, self.idle_compression, tiers.external_writes),
             first=(lambda: tiers.loads.start(None), tiers.ssd_io.begin_round),  # of a round that has come to no batch
             keep_room=self.background_demotion.keep_room,
-            last=tiers.prefetcher.advance,
+            last=self._end_round,
         )
         self.ssd_attachment = SsdAttachment(
             nodes,
@@ -296,6 +296,10 @@ class Parts:
         if self._num_put_off % MOST_PUT_OFF == 0:
             self.round_begun()
 
+    def _end_round(self) -> None:
+        self.tiers.prefetcher.advance()
+        self.tiers.external_writes.advance()
+
     def _part(self) -> None:
         """The server ends: where there are several ranks, this one goes on alone, and plans nothing more."""
         self.rounds.is_ending = not self.tree.ranks.is_alone
@@ -305,7 +309,7 @@ class Parts:
         """Let each part know of what the others signal."""
         tree, tiers = self.tree, self.tiers
         changes, terms = tree.changes, tree.terms
-        changes.changed.subscribe(tiers.placement.note_copies, tree.policy.on_node_changed)
+        changes.changed.subscribe(tiers.placement.note_copies, tree.policy.on_node_changed, tiers.external_writes.note)
         changes.left_gpu.subscribe(tiers.backup.backup_parent)
         changes.split.subscribe(
             tiers.placement.split_copies,
@@ -322,6 +326,7 @@ class Parts:
             tree.queued_hits.forget,
             tree.quality.forget,
             tree.queries.drop,
+            tiers.external_writes.forget,
             self.slot_checks.forget,
         )
         changes.flushed.subscribe(

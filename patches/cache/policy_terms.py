@@ -10,7 +10,11 @@ from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.reuse_tracker import ReuseTracker
 
-START_LOADS = {Tier.HOST: TransferCost(1e-3, 4e9), Tier.SSD: TransferCost(3e-3, 1e9)}
+START_LOADS = {
+    Tier.HOST: TransferCost(1e-3, 4e9),
+    Tier.SSD: TransferCost(3e-3, 1e9),
+    Tier.EXTERNAL: TransferCost(10e-3, 1e9),
+}
 """What loading is taken to cost before any was observed."""
 
 FAR = 1.0  # twice or half of it: looked at ten times as soon

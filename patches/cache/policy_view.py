@@ -15,6 +15,7 @@ from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.press import get_press
+from sglang_evicpress.tiers.entry.copies import ExternalCopy
 
 if TYPE_CHECKING:
     from sglang_evicpress.quality.expectation import Expectation
@@ -25,6 +26,7 @@ class NodeQuality(Protocol):
 
     def expectation_of(self, node: Node) -> Expectation: ...
     def quality_of(self, node: Node) -> float: ...
+    def quality_of_copy(self, node: Node, copy: ExternalCopy) -> float: ...
 
 
 class PresentPolicy(Protocol):
@@ -92,7 +94,15 @@ class PolicyView:
             exact_on=exact_tier_of(node),
             lower_copies=tuple(self.lower_copies_of.get(node.id, ())),
             filled=filled,
+            external=self._external_copy_of(node),
         )
+
+    def _external_copy_of(self, node: Node) -> LowerCopy | None:
+        copy = node.kv.external
+        if copy is None:
+            return None
+        quality = self.quality.quality_of_copy(node, copy)
+        return LowerCopy(int(Tier.EXTERNAL), copy.form, copy.num_bytes, quality)
 
     def _at_least(self, curve: Sequence[float], quality: float) -> int:
         """The forms of such a quality, by their ``curve``; of 1 the exact ones."""

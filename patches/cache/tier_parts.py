@@ -12,6 +12,7 @@ from sglang_evicpress.patches.cache.outside import Later, Outside, Pool
 from sglang_evicpress.patches.cache.tree_parts import TreeParts
 from sglang_evicpress.patches.tiers.backup import Backup
 from sglang_evicpress.patches.tiers.demotion import Demotion
+from sglang_evicpress.patches.tiers.external_io import ExternalReads, ExternalWrites
 from sglang_evicpress.patches.tiers.grafting import Grafting
 from sglang_evicpress.patches.tiers.holds import Holds
 from sglang_evicpress.patches.tiers.host_checks import HostChecks
@@ -170,11 +171,33 @@ class TierParts:
             tree.storage,
             tree.adapters,
             self.ssd_io.look_up,
+            lambda *asked: self.external_reads.look_up(*asked),
             self.load_terms,
             outside.tree,
             slot_bytes,
             page_size,
             compressor.groups.group_of,
+        )
+        self.external_reads = ExternalReads(
+            tree.storage,
+            tree.adapters,
+            self.host_room,
+            self.load_terms,
+            self.grafting,
+            costs=lambda: tree.terms.costs,
+            observe=tree.terms.observe_load,
+            slot_bytes=slot_bytes,
+            page_size=page_size,
+        )
+        self.external_writes = ExternalWrites(
+            nodes,
+            tree.storage,
+            tree.adapters,
+            self.host_room,
+            self.backup,
+            tree.changes,
+            costs=lambda: tree.terms.costs,
+            slot_bytes=slot_bytes,
         )
         self.prefetcher = Prefetcher(
             nodes,

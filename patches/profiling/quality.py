@@ -34,7 +34,7 @@ from sglang_evicpress.quality.expectation import Expectation
 from sglang_evicpress.quality.profile import BLOCK_TOKENS, Profile, context_keys
 from sglang_evicpress.quality.recorder import Query, Recorder
 from sglang_evicpress.quality.store import ProfileStore, StoreError
-from sglang_evicpress.tiers.entry.copies import Copy
+from sglang_evicpress.tiers.entry.copies import Copy, ExternalCopy
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class Quality:
         kv: NodeKV = node.kv
         return 1.0 if kv.form.is_exact else self._quality_as(node, kv.form, mean_size_of(node))
 
-    def quality_of_copy(self, node: Node, copy: Copy) -> float:
+    def quality_of_copy(self, node: Node, copy: Copy | ExternalCopy) -> float:
         """Quality of a node's copy on a lower tier."""
         return 1.0 if copy.form.is_exact else self._quality_as(node, copy.form, copy.mean_slots)
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from sglang_evicpress.patches.tree.compressor import Compressor
 
 
+SPARE_SHARE = 1 / 4
+"""Of host memory: what copies that nothing calls for leave free."""
+
+
 @dataclass(eq=False, repr=False)
 class Backup:
     """Begins copies to the host. ``is_arriving``: a load still brings what a node is to hold. ``evictions``: those in
@@ -83,6 +87,13 @@ class Backup:
         with self.room.given_back_after_an_error(runs):
             BackupJob(self, node, form, runs, goes_on=tier == Tier.SSD).start()
         return True
+
+    def copy_if_free(self, node: Node) -> bool:
+        """Begin to copy a node to the host where it has more room than is kept free there."""
+        if node.value is None or self.is_arriving(node):
+            return False
+        least = int(SPARE_SHARE * self.storage.host.num_bytes) + self._num_bytes(node, node.kv.form)
+        return self.storage.host.free_bytes >= least and self.start_copy(node, Tier.HOST, is_modest=True)
 
     def leave_by_copy(self, node: Node, tier: Tier, codec: str | None = None) -> bool:
         """Begin to copy a node to a lower tier, as ``start_copy``; it leaves its own when it is there. Whether it was

@@ -1,21 +1,23 @@
-"""Entries of an earlier server: they are looked for on the SSD where the tree ends, and put into it."""
+"""Entries of other servers, earlier ones or those that share a store: they are looked for where the tree ends, and put
+into it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tiers.prefetches import Prefetch, Worth
 from sglang_evicpress.patches.tiers.types import Names, Steps, Tiers
+from sglang_evicpress.patches.tree.adapters import SsdScope
 from sglang_evicpress.patches.tree.node import first_outside, start_of
 from sglang_evicpress.patches.tree.types import Node, Request
 from sglang_evicpress.policy.load_or_recompute import Piece
 from sglang_evicpress.survivors import SurvivorLayout
-from sglang_evicpress.tiers.entry.copies import Copy
+from sglang_evicpress.tiers.entry.copies import Copy, HostEntry
 from sglang_evicpress.tiers.entry.header import BadEntry, Header
 from sglang_evicpress.tiers.entry.identity import PathHash, lookup_key_of, namespace_digest, token_bytes
 from sglang_evicpress.tiers.entry.payload import layout_of
@@ -36,7 +38,15 @@ class GraftedTree(Protocol):
     def key_of_waiting(self, req: Request) -> RadixKey: ...
     def _steps(self, key: RadixKey) -> Steps: ...
     def _take(self, steps: Steps) -> list[Node]: ...
-    def add_absent_leaf(self, parent: Node, key: RadixKey, copy: Copy) -> object: ...
+    def add_absent_leaf(self, parent: Node, key: RadixKey, copy: Copy) -> Node: ...
+
+
+class Place(NamedTuple):
+    """Where an entry goes: the path above, its last node, and the key of the new one."""
+
+    path: list[Node]
+    parent: Node
+    key: RadixKey
 
 
 @dataclass(eq=False, repr=False)
@@ -47,6 +57,7 @@ class Grafting:
     storage: Tiers
     names: Names
     start_lookup: Callable[[Sequence[Ref], bytes, bytes, bytes], Lookup]
+    look_outside: Callable[[Prefetch, RadixKey, int, bytes, SsdScope], None]
     terms: Worth
     tree: GraftedTree
     slot_bytes: int
@@ -54,12 +65,14 @@ class Grafting:
     group_of: tuple[int, ...] = ()
 
     def look_up(self, prefetch: Prefetch, key: RadixKey, steps: Steps) -> None:
-        """Ask the SSD for entries that continue the path where the tree ends."""
-        ssd, begin = self.storage.ssd, sum(matched for _, matched in steps)
-        if ssd is None or begin in prefetch.looked_at or len(key) - begin < self.page_size:
+        """Ask the SSD, and if it has none the external store, for an entry that continues the path where the tree
+        ends."""
+        storage, begin = self.storage, sum(matched for _, matched in steps)
+        if begin in prefetch.looked_at or len(key) - begin < self.page_size:
             return
         prefetch.looked_at.add(begin)
-        if not ssd.has_former:
+        has_former = storage.ssd is not None and storage.ssd.has_former
+        if not has_former and storage.external is None:
             return
         scope = self.names.ssd_scope(key.extra_key)
         if scope is None:
@@ -69,19 +82,28 @@ class Grafting:
             return  # nothing of it was ever written
         hashed = PathHash(*scope)
         hashed.update(tokens[:begin])
-        refs = ssd.store.find(lookup_key_of(hashed.key, tokens[begin : begin + self.page_size]))
+        if not has_former or not self._look_on_ssd(prefetch, key, begin, hashed.key, scope):
+            self.look_outside(prefetch, key, begin, hashed.key, scope)
+
+    def _look_on_ssd(self, prefetch: Prefetch, key: RadixKey, begin: int, path_key: bytes, scope: SsdScope) -> bool:
+        """False where the SSD surely has nothing."""
+        ssd, tokens = self.storage.ssd, key.token_ids[: len(key)]
+        if ssd is None:
+            return False
+        refs = ssd.store.find(lookup_key_of(path_key, tokens[begin : begin + self.page_size]))
         refs = [ref for ref in refs if not ssd.is_held(ref)]
         num_tokens = len(key) - begin
         if self.storage.ranks.is_alone:  # else others may have found some
             if not refs:
-                return
+                return False
             num_tokens = min(max(ref.num_tokens for ref in refs), num_tokens)
         pieces = [Piece(num_tokens, begin, Tier.SSD, num_tokens * self.slot_bytes)]
         if self.terms.num_worth(prefetch, pieces) == 0:
-            return
+            return True
         prefetch.max_wait_s = max(prefetch.max_wait_s, self.terms.max_wait_s(prefetch, pieces))
         ahead, namespace = token_bytes(tokens[begin:]), namespace_digest(scope.namespace)
-        prefetch.jobs.append(self.start_lookup(refs, ahead, hashed.key, namespace))
+        prefetch.jobs.append(self.start_lookup(refs, ahead, path_key, namespace))
+        return True
 
     def graft(self, req: Request, job: Lookup) -> None:
         """Put what a lookup for a request has found into the tree, if it still continues a path there."""
@@ -89,38 +111,59 @@ class Grafting:
         if ssd is None or job.found is None or job.error is not None or job.ssd is not ssd:
             return
         ref, header = job.found
-        key, vocab_size = tree.key_of_waiting(req), tree.vocab_size
+        key = tree.key_of_waiting(req)
         ahead = key.token_ids[: len(key)][header.start :][: len(job.tokens) // 4]
-        if first_outside(ahead, vocab_size) is not None or token_bytes(ahead) != job.tokens:
+        if first_outside(ahead, tree.vocab_size) is not None or token_bytes(ahead) != job.tokens:
             return
-        steps = tree._steps(key)
-        if sum(matched for _, matched in steps) != header.start:
+        place = self._place_of(key, header)
+        if place is None:
             return
-        path = tree._take(steps)
-        parent = path[-1] if path else tree.root_node
-        tokens = key.token_ids[:0]
-        tokens.extend(int.from_bytes(header.tokens[i : i + 4], "little") for i in range(0, len(header.tokens), 4))
-        key_found = type(key)(tokens, key.extra_key)
-        is_new = key_found.child_key(self.page_size) not in parent.children
-        if not is_new or not parent.kv.is_text or first_outside(tokens, vocab_size) is not None:
-            return
-        layout = self._survivors(job, header)
-        is_whole = (layout is None) == (job.survivors is None) and (layout is None or not _repeats(path, layout))
-        is_usable = is_whole and not ssd.is_held(ref) and ref in ssd.store
+        layout = self._survivors(job.survivors, header)
+        is_usable = self._is_whole(place, job.survivors, layout) and not ssd.is_held(ref) and ref in ssd.store
         if not self.storage.ranks.is_alone:
             is_usable, layout = self._agreed(is_usable, layout, header)
         if not is_usable:
             return
         entry = ssd.hold(ref, header)
         copy = Copy(Tier.SSD, header.form, entry, 0, header.num_slots, layout, header.is_lossy_prefix, None)
-        tree.add_absent_leaf(parent, key_found, copy)
+        tree.add_absent_leaf(place.parent, place.key, copy)
         self.storage.counts["found_again"] += 1
 
-    def _survivors(self, job: Lookup, header: Header) -> SurvivorLayout | None:
-        """What a lossy entry has kept; None also where that cannot be read, which is counted."""
-        if job.survivors is None:
+    def graft_read(self, key: RadixKey, header: Header, survivors: bytes | None, entry: HostEntry) -> Node | None:
+        """Put an entry into the tree that the host has now, and that continues a path of ``key``; the node, None where
+        the tree goes on there by now."""
+        place = self._place_of(key, header)
+        layout = None if place is None else self._survivors(survivors, header)
+        if place is None or not self._is_whole(place, survivors, layout):
             return None
-        numbers = torch.frombuffer(bytearray(job.survivors), dtype=torch.uint8)
+        copy = Copy(Tier.HOST, header.form, entry, 0, header.num_slots, layout, header.is_lossy_prefix, None)
+        return self.tree.add_absent_leaf(place.parent, place.key, copy)
+
+    def _place_of(self, key: RadixKey, header: Header) -> Place | None:
+        """Where an entry goes whose first tokens are some of ``key``; None where it does not continue a path."""
+        tree = self.tree
+        steps = tree._steps(key)
+        if sum(matched for _, matched in steps) != header.start:
+            return None
+        path = tree._take(steps)
+        parent = path[-1] if path else tree.root_node
+        tokens = key.token_ids[:0]
+        tokens.extend(int.from_bytes(header.tokens[i : i + 4], "little") for i in range(0, len(header.tokens), 4))
+        key_found = type(key)(tokens, key.extra_key)
+        is_new = key_found.child_key(self.page_size) not in parent.children
+        if not is_new or not parent.kv.is_text or first_outside(tokens, tree.vocab_size) is not None:
+            return None
+        return Place(path, parent, key_found)
+
+    def _is_whole(self, place: Place, survivors: bytes | None, layout: SurvivorLayout | None) -> bool:
+        """True if a layout was read wherever there is one, and holds nothing that the path does."""
+        return (layout is None) == (survivors is None) and (layout is None or not _repeats(place.path, layout))
+
+    def _survivors(self, survivors: bytes | None, header: Header) -> SurvivorLayout | None:
+        """What a lossy entry has kept; None also where that cannot be read, which is counted."""
+        if survivors is None:
+            return None
+        numbers = torch.frombuffer(bytearray(survivors), dtype=torch.uint8)
         try:
             return layout_of(numbers, header.shape, header.num_slots, header.layer_slots, self.group_of)
         except BadEntry as error:

@@ -151,6 +151,7 @@ class Placement:
         the lower piece of a compressed copy that has survivors from above the split, unless ``upper`` shows the other
         piece of it: behind other KV of these tokens they would be attended to twice."""
         upper.kv.copies = {}
+        upper.kv.external, lower.kv.external = lower.kv.external, None  # found where ``upper`` begins
         for tier, copy in list(lower.kv.copies.items()):
             left, right = copy.split(len(upper.key))
             upper.kv.copies[tier], lower.kv.copies[tier] = left, right

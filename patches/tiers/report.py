@@ -10,6 +10,7 @@ from sglang_evicpress.patches.tiers.types import HostMemory, Plans, Tiers
 from sglang_evicpress.patches.tree.types import Allocator
 from sglang_evicpress.policy.cost_model import TransferCost
 from sglang_evicpress.survivors import survivor_bytes
+from sglang_evicpress.tiers.external.store import ExternalStore
 from sglang_evicpress.tiers.ssd.tier import SsdTier
 
 
@@ -46,6 +47,9 @@ class TierReport:
             tiers["host"] = self._described_host()
             if storage.host.arena.num_failed:
                 errors["host_not_grown"] = storage.host.arena.num_failed
+        if storage.external is not None:
+            tiers["external"] = self._described_external(storage.external)
+            errors |= {f"external_store_{reason}": count for reason, count in storage.external.circuit.errors.items()}
         if storage.ssd is not None:
             tiers["ssd"] = self._described_ssd(storage.ssd)
             errors |= {f"ssd_store_{reason}": count for reason, count in storage.ssd.store.errors.items()}
@@ -93,6 +97,21 @@ class TierReport:
             "written_bytes": store.written_bytes,
             "wear": ssd.wear.describe(ssd.now_s),
             "load": self._described_load(Tier.SSD),
+        }
+
+    def _described_external(self, store: ExternalStore) -> dict[str, object]:
+        counts = self.storage.counts
+        return {
+            "backend": store.name,
+            "may_read": store.may_read,
+            "may_write": store.may_write,
+            "num_trips": store.circuit.num_trips,
+            "num_published": counts["external_published"],
+            "published_bytes": store.published_bytes,
+            "num_found": counts["external_found"],
+            "read_bytes": store.read_bytes,
+            "lookup": {"hit_share": store.gain.hit_share, "seconds": store.gain.seconds},
+            "load": self._described_load(Tier.EXTERNAL),
         }
 
     def _compression(self, forms: Mapping[str, Mapping[str, int]]) -> float | None:

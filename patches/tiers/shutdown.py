@@ -59,6 +59,8 @@ class TierShutdown:
             each.close(deadline_s + 1.0)
         if ssd is not None:
             self.close_ssd(ssd, LET_GO_S)
+        if self.storage.external is not None and not self.storage.external.close():
+            self.storage.errors["external_close_deadline"] += 1
 
     def _save_for_the_next(self, deadline_s: float) -> None:
         """The most used first."""

@@ -99,6 +99,8 @@ class SsdAttachment:
             self.rebuild_policy()
             return
         self.is_mixed = True
+        if self.storage.external is not None:
+            self.storage.external.is_paused = True
         former = self.storage.ssd
         if former is not None:
             logger.warning("evicpress: the weights changed without a flush: the SSD tier is off until /flush_cache")
@@ -110,6 +112,8 @@ class SsdAttachment:
         if self.storage.ssd is not None and self.nodes:
             self.storage.ssd.clear(self.storage.workers["write"])
         self.is_mixed = False
+        if self.storage.external is not None:
+            self.storage.external.is_paused = False
         identity = self._identity_now()
         if identity != self.names.identity or self._parted is not None:
             self._change_identity(identity)

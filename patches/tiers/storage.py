@@ -11,9 +11,11 @@ from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tiers.agreement import Agreement, Health
 from sglang_evicpress.patches.tiers.arrival import Arrival
+from sglang_evicpress.patches.tiers.hicache_values import open_values
 from sglang_evicpress.patches.tree.ranks import Ranks
 from sglang_evicpress.tiers.entry.key import Key
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
+from sglang_evicpress.tiers.external.store import ExternalStore
 from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.host.arena import STEP_BYTES
 from sglang_evicpress.tiers.host.tier import HostTier
@@ -25,6 +27,7 @@ from sglang_evicpress.tiers.ssd.tier import SsdTier
 
 FAULTS_FLAG = "SGLANG_EVICPRESS_FAULTS"  # what the tiers do wrong on purpose, in tests: see tiers/faults.py
 THREADS = {"load": 1, "check": 1, "read": 2, "copy": 1, "write": 1}
+EXTERNAL_THREADS = {"external": 2, "publish": 1}
 
 
 class Storage:
@@ -36,6 +39,7 @@ class Storage:
         self.agreement: Agreement | None = None
         self.ssd: SsdTier | None = None
         self.ssd_key: Key | None = None
+        self.external: ExternalStore | None = None
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.arrival, self.read_timer = Arrival(), ReadTimer()
@@ -63,7 +67,7 @@ class Storage:
         # Ranks would have other memory at the same time if it was taken in steps.
         step_bytes = STEP_BYTES if ranks.is_alone else config.host_bytes
         storage._host = HostTier(config.host_bytes, is_pinned=is_cuda, faults=faults, step_bytes=step_bytes)
-        storage.ssd_key = None if config.ssd_key_file is None else Key.read(config.ssd_key_file)
+        storage.ssd_key = None if config.stores.key_file is None else Key.read(config.stores.key_file)
         if ranks.is_alone:
             storage.workers |= {name: Workers(name, number, storage.arrival) for name, number in THREADS.items()}
         else:
@@ -79,6 +83,11 @@ class Storage:
                 key=storage.ssd_key,
             )
             storage.use_ssd(ssd)
+        backend, extra_config = config.stores.backend, config.stores.config or {}
+        if backend is not None:
+            storage.external = ExternalStore.open(lambda: open_values(backend, extra_config), storage.ssd_key)
+            for name, number in EXTERNAL_THREADS.items():
+                storage.workers[name] = Workers(name, number, storage.arrival)
         return storage
 
     @property

@@ -20,6 +20,7 @@ from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.entry.header import Extent, Header
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
+from sglang_evicpress.tiers.external.store import ExternalStore
 from sglang_evicpress.tiers.host.allocator import Run
 from sglang_evicpress.tiers.host.tier import HostTier
 from sglang_evicpress.tiers.jobs import Job, Workers
@@ -71,6 +72,7 @@ class Tiers(TierJobs, Protocol):
     """Memory, folder and threads below the GPU."""
 
     ssd: SsdTier | None
+    external: ExternalStore | None
     workers: dict[str, Workers]
     counts: Counter[str]
     errors: Counter[str]

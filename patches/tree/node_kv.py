@@ -10,7 +10,7 @@ import torch
 from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.press import QueryWindow
 from sglang_evicpress.survivors import SurvivorLayout
-from sglang_evicpress.tiers.entry.copies import Copy
+from sglang_evicpress.tiers.entry.copies import Copy, ExternalCopy
 
 
 @dataclass(slots=True)
@@ -26,7 +26,9 @@ class NodeKV:
     requests, by number (queued_hits.py).
 
     ``copies`` are what lower tiers have of it; while it is not on the GPU (``node.value`` is None) the fields above say
-    what its fastest copy is. ``version`` changes whenever its slots do; ``job`` copies them to the host now, and
+    what its fastest copy is. ``external`` is what the external store was last seen to have of it.
+
+    ``version`` changes whenever its slots do; ``job`` copies them to the host now, and
     ``is_leaving`` says that they are to be freed then. ``load`` brings what they are to hold, for a request
     (tiers/load_back.py). ``num_prefetches`` waiting requests will load it (tiers/prefetch.py).
     ``is_shadow``: it belongs to a shadow (profiling/shadows.py).
@@ -52,6 +54,7 @@ class NodeKV:
     origin: int | None = None
     queued_hits: dict[int, Any] = field(default_factory=dict)
     copies: dict[Tier, Copy] = field(default_factory=dict)
+    external: ExternalCopy | None = None
     version: int = 0
     job: Any = None
     is_leaving: bool = False

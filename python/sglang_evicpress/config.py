@@ -20,6 +20,7 @@ from sglang_evicpress.flag_groups import (
     LayerFlags,
     PrefillFlags,
     ProfileFlags,
+    StoreFlags,
     file_path,
     setting,
 )
@@ -217,12 +218,7 @@ class EvicPressConfig:
         shown="none but the parent of --kv-ssd-dir",
         key="ssd_allow_dir",
     )
-    ssd_key_file: _Path | None = setting(
-        None,
-        _PATH,
-        "File of 32 to 4096 bytes, such as those of head -c 32 /dev/urandom, readable for its owner only: what is on "
-        "the SSD is sealed with it, and what has no such seal is a miss",
-    )
+    stores: StoreFlags = Field(default_factory=StoreFlags)
     profiles: ProfileFlags = Field(default_factory=ProfileFlags)
     decode: DecodeFlags = Field(default_factory=DecodeFlags)
     slot_checks: float = setting(
@@ -272,10 +268,16 @@ class EvicPressConfig:
                         f"form {form} is on the menu without geometry: give --kv-geometry FILE, which evicpress "
                         "calibrate geometry makes of the model, or leave out the form"
                     )
-        if self.ssd_key_file is not None and self.ssd_dir is None and not self.ssd_allow_dirs:
+        stores = self.stores
+        if stores.key_file is not None and not (self.ssd_dir or self.ssd_allow_dirs or stores.backend):
             raise ValueError(
-                f"ssd_key_file is {self.ssd_key_file!r} without ssd_dir and ssd_allow_dir: give one, or leave out "
-                "ssd_key_file"
+                f"ssd_key_file is {stores.key_file!r} without ssd_dir and ssd_allow_dir, and without external_backend: "
+                "give one, or leave out ssd_key_file"
+            )
+        if stores.backend is not None and self.host_gb == 0:
+            raise ValueError(
+                f"host_gb is 0 with external_backend {stores.backend!r}: KV reaches the store through host memory, so "
+                f"expected at least {_MIN_GB}"
             )
         if self.ssd_dir is None:
             for name in ("ssd_gb", "ssd_write_gb_per_day"):

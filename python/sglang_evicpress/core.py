@@ -209,7 +209,8 @@ class NodeStats:
     ``weight`` is the expected reuse (``reuse``), ``num_hits`` the plain count; ``last_use`` a logical tick (never
     a clock), equal on every rank. ``sinks`` of its tokens survive any press. A locked node does not move.
     ``exact_on`` is a lower tier that holds the exact KV of a lossy node as well. ``lower_copies`` are all its copies on
-    lower tiers. ``filled``: share of its slots, over all layers, that hold KV; below the GPU the others take nothing.
+    lower tiers, ``external`` is what the external store has once it is dropped. ``filled``: share of its slots, over
+    all layers, that hold KV; below the GPU the others take nothing.
     """
 
     id: int
@@ -230,6 +231,7 @@ class NodeStats:
     exact_on: Tier | None = None
     lower_copies: Sequence[LowerCopy] = ()
     filled: float = 1.0
+    external: LowerCopy | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic.dataclasses import dataclass
+
+from sglang_evicpress.files import read_json
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, validate_by_name=True, validate_by_alias=True)
 
@@ -140,9 +143,54 @@ class ProfileFlags:
     )
 
 
-GROUPS: dict[str, type[DecodeFlags] | type[LayerFlags] | type[PrefillFlags] | type[ProfileFlags]] = {
+def _engine_settings(value: object) -> object:
+    """The settings in a JSON text, or in the JSON file that @PATH names; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    where = f"external_config {value!r:.100}"
+    if value.startswith("@"):
+        return read_json(value[1:], where)
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON ({error}): expected a JSON object, or @ and the path of one") from None
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class StoreFlags:
+    """Storage that others may reach: a store that servers share, and the key that seals what is kept outside."""
+
+    backend: Literal["file", "mooncake", "dynamic"] | None = setting(
+        None,
+        "one of file, mooncake, dynamic",
+        "Store that servers of one model share, by a storage backend of SGLang's --hicache-storage-backend: file, "
+        "mooncake or dynamic. Prefixes are published there, and read where that is sooner than computing",
+        key="external_backend",
+    )
+    config: Annotated[Mapping[str, Any] | None, BeforeValidator(_engine_settings)] = setting(
+        None,
+        "a JSON object",
+        "Settings of --kv-external-backend, as --hicache-storage-backend-extra-config takes them: a JSON object, or @ "
+        "and the path of one",
+        key="external_config",
+    )
+    key_file: Annotated[str, AfterValidator(file_path)] | None = setting(
+        None,
+        "the path of a file",
+        "File of 32 to 4096 bytes, such as those of head -c 32 /dev/urandom, readable for its owner only: what is on "
+        "the SSD and in the external store is sealed with it, and what has no such seal is a miss",
+        key="ssd_key_file",
+    )
+
+    def __post_init__(self) -> None:
+        if self.config is not None and self.backend is None:
+            raise ValueError("external_config is given without external_backend: expected both, or neither")
+
+
+GROUPS: dict[str, type[DecodeFlags] | type[LayerFlags] | type[PrefillFlags] | type[ProfileFlags] | type[StoreFlags]] = {
     "layers": LayerFlags,
     "prefill": PrefillFlags,
+    "stores": StoreFlags,
     "profiles": ProfileFlags,
     "decode": DecodeFlags,
 }

@@ -42,6 +42,7 @@ class Candidate:
         "curve",
         "depth_tokens",
         "exact_on",
+        "external",
         "filled",
         "form",
         "id",
@@ -85,6 +86,7 @@ class Candidate:
         self.exact_on: Tier | None = node.exact_on
         self.lower_copies: Sequence[LowerCopy] = node.lower_copies
         self.filled: float = node.filled
+        self.external: LowerCopy | None = node.external
         self.memo: object = None
 
     def copy(self) -> Candidate:

@@ -161,8 +161,8 @@ class Plan:
 
     def _worth_keeping(self, weigher: EvicPressPolicy, candidate: Candidate) -> float:
         """Utility of a node over that of dropping it."""
-        prefill_s = weigher.costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens)
-        kept = weigher.alpha * (candidate.quality - 1.0) - weigher.delay_s(candidate) + prefill_s
+        quality, delay_s = weigher.dropped(candidate)
+        kept = weigher.alpha * (candidate.quality - quality) - weigher.delay_s(candidate) + delay_s
         return candidate.weight * kept
 
     def _priced(self, weigher: EvicPressPolicy, copy: Candidate, step: Step) -> Step:

@@ -30,9 +30,9 @@ class EvicPressPolicy:
     its hull is that of ``alpha * quality - delay`` and a hit only scales the slopes. On a tier a node can shrink in
     place or leave: to a lower tier, in the form that has the most utility there, or as the copy that lies there, which
     may be better than the node, or by a drop, whose quality is 1 and whose delay is that of prefilling its tokens
-    again; of those exits, which all hold 0 bytes on this tier, the one with the most utility is the hull's last
-    point. Raises ValueError if alpha is negative or not finite, or if the
-    costs lack a tier of the menu.
+    again, or those of reading it from the external store where that is worth more; of those exits, which all hold 0
+    bytes on this tier, the one with the most utility is the hull's last point. Raises ValueError if alpha is negative
+    or not finite, or if the costs lack a tier of the menu.
     """
 
     name: str = "evicpress"
@@ -67,6 +67,16 @@ class EvicPressPolicy:
         if candidate.tier == Tier.GPU:
             return 0.0
         return self.costs.load_seconds(Tier(candidate.tier), candidate.num_bytes, candidate.form.codec)
+
+    def dropped(self, candidate: Candidate) -> tuple[float, float]:
+        """(quality, seconds) of the next use of a node that is dropped: computed anew, or read from the external store
+        where that is worth more."""
+        delay_s = self.costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens)
+        if candidate.external is None:
+            return 1.0, delay_s
+        _, form, num_bytes, quality = candidate.external
+        read_s = self.costs.load_seconds(Tier.EXTERNAL, num_bytes, form.codec)
+        return (quality, read_s) if self.alpha * (1.0 - quality) < delay_s - read_s else (1.0, delay_s)
 
     def step(
         self, candidate: Candidate, excluded_tiers: int = 0, lower_copies: Sequence[LowerCopy] | None = None
@@ -233,8 +243,9 @@ class EvicPressPolicy:
     ) -> list[tuple[int, Form | None, int, float, float]]:
         """Every (rank, form, bytes, quality, utility per use) the node could be below its tier, children aside."""
         alpha, load_seconds = self.alpha, self.costs.load_seconds
-        delay_s = self.costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens)
-        exits: list[tuple[int, Form | None, int, float, float]] = [(DROPPED, None, 0, 1.0, alpha - delay_s)]
+        quality, delay_s = self.dropped(candidate)
+        worth = alpha * quality - delay_s
+        exits: list[tuple[int, Form | None, int, float, float]] = [(DROPPED, None, 0, quality, worth)]
         for tier, form, size, quality in candidate.lower_copies if lower_copies is None else lower_copies:
             if lower_copies is not None or tier > candidate.tier:
                 worth = alpha * quality - load_seconds(Tier(tier), size, form.codec)
@@ -267,8 +278,8 @@ class EvicPressPolicy:
         best: Step | None = None
         best_utility = -math.inf
         if lowest_tier >= DROPPED and not excluded_tiers >> DROPPED & 1:
-            delay_s = self.costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens)
-            best, best_utility = Step(0.0, DROPPED, None, 0, 1.0, delay_s), self.alpha - delay_s
+            quality, delay_s = self.dropped(candidate)
+            best, best_utility = Step(0.0, DROPPED, None, 0, quality, delay_s), self.alpha * quality - delay_s
         for tier, form, num_bytes, quality in lower_copies:
             if candidate.tier < tier <= lowest_tier and not excluded_tiers >> tier & 1:
                 delay_s = self.costs.load_seconds(Tier(tier), num_bytes, form.codec)

@@ -63,6 +63,15 @@ class Rows(NamedTuple):
     total: int
 
 
+class ExternalCopy(NamedTuple):
+    """What the external store has of a node, if it keeps it: its form, the bytes of its entry, which may go on behind
+    the node, and the slots of which a layer has KV, on average."""
+
+    form: Form
+    num_bytes: int
+    mean_slots: float
+
+
 @dataclass(slots=True, eq=False)
 class Copy:
     """Copy of a node on a tier: the slots [begin, begin + num_slots) of ``entry``, in ``form``. ``layout`` is that of

@@ -1,0 +1,319 @@
+"""Entries of the external store: they are looked for where the tree ends, read into host memory, and published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.tiers.prefetches import Prefetch, Worth
+from sglang_evicpress.patches.tiers.ssd_io import shared_tokens
+from sglang_evicpress.patches.tiers.types import HostMemory, Names, Runs, Tiers
+from sglang_evicpress.patches.tree.adapters import SsdScope
+from sglang_evicpress.patches.tree.node import start_of
+from sglang_evicpress.patches.tree.types import Node
+from sglang_evicpress.policy.cost_model import CostSnapshot
+from sglang_evicpress.policy.load_or_recompute import Piece
+from sglang_evicpress.tiers.entry.copies import Copy, ExternalCopy, HostEntry
+from sglang_evicpress.tiers.entry.header import Header, check_identity
+from sglang_evicpress.tiers.entry.identity import namespace_digest, token_bytes
+from sglang_evicpress.tiers.external.entries import FoundEntry, name_of
+from sglang_evicpress.tiers.external.store import ExternalStore
+from sglang_evicpress.tiers.jobs import Job
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+EXPLORE_S = 10.0
+"""After so long without a read from the store one is made to see what it costs."""
+
+MOST_LOOKUPS = 16
+"""Lookups at a time."""
+
+MOST_PUBLISHED = 4
+"""Entries that are published at a time."""
+
+MOST_QUEUED = 4096
+MOST_NODES = 8
+"""Nodes that each call looks at."""
+
+
+class GraftedTree(Protocol):
+    """Where an entry that was read goes."""
+
+    def graft_read(self, key: RadixKey, header: Header, survivors: bytes | None, entry: HostEntry) -> Node | None: ...
+
+
+class ModestBackups(Protocol):
+    """Copies to the host for which nothing makes room."""
+
+    def copy_if_free(self, node: Node) -> bool: ...
+
+
+class Signals(Protocol):
+    """Signals of the tree."""
+
+    def changed(self, node: Node) -> None: ...
+
+
+@dataclass(eq=False, repr=False)
+class ExternalReads:
+    """Looks for entries that continue a path, and reads them. On the scheduler thread but for ``run`` of the jobs.
+    ``observe``: is told what bringing bytes from a tier took."""
+
+    storage: Tiers
+    names: Names
+    room: HostMemory
+    terms: Worth
+    grafts: GraftedTree
+    _: KW_ONLY
+    costs: Callable[[], CostSnapshot]
+    observe: Callable[[Tier, int, float], None]
+    slot_bytes: int
+    page_size: int
+
+    def __post_init__(self) -> None:
+        self._lookups: dict[str, ExternalLookup] = {}
+        self._read_s = self.storage.now_s()
+
+    def look_up(self, prefetch: Prefetch, key: RadixKey, begin: int, path_key: bytes, scope: SsdScope) -> None:
+        """Look for what follows the first ``begin`` tokens of ``key``, of which ``path_key`` is the hash. The request
+        waits for it where that is likely to save it more than it takes."""
+        store = self.storage.external
+        if store is None or not store.may_read:
+            return
+        num_tokens = len(key) - begin
+        piece = Piece(num_tokens, begin, Tier.EXTERNAL, num_tokens * self.slot_bytes)
+        is_worth = self.terms.num_worth(prefetch, [piece]) > 0
+        if not is_worth and self.storage.now_s() - self._read_s < EXPLORE_S:
+            return
+        ahead = token_bytes(key.token_ids[begin : len(key)])
+        name = name_of(path_key, ahead[: 4 * self.page_size])
+        job = self._lookups.get(name)
+        if job is None:
+            if len(self._lookups) >= MOST_LOOKUPS:
+                return
+            job = self._lookups[name] = ExternalLookup(self, store, name, key, begin, path_key, scope)
+            self.storage.submit("external", job)
+        saved_s = self.costs().prefill.marginal_seconds(num_tokens, begin)
+        saved_s -= self.costs().load_seconds(Tier.EXTERNAL, piece.num_bytes)
+        if is_worth and store.gain.is_worth_waiting(saved_s):
+            prefetch.max_wait_s = max(prefetch.max_wait_s, self.terms.max_wait_s(prefetch, [piece]))
+            prefetch.jobs.append(job)
+            job.waiting.append(prefetch)
+
+    def end_lookup(self, job: ExternalLookup) -> None:
+        """Read what was found, if that is sooner there than it is computed."""
+        self._lookups.pop(job.name, None)
+        found = job.found
+        job.store.gain.observe(job.seconds, is_hit=found is not None)
+        if found is None or job.store is not self.storage.external:
+            return
+        num_bytes, begin = found.header.payload_bytes, job.begin
+        recompute_s = self.costs().prefill.marginal_seconds(job.num_shared, begin)
+        is_due = self.storage.now_s() - self._read_s >= EXPLORE_S
+        if self.costs().load_seconds(Tier.EXTERNAL, num_bytes) >= recompute_s and not is_due:
+            return
+        runs = self.room.host_room(num_bytes)
+        if runs is None:
+            self.room.want(num_bytes)
+            self.storage.counts["external_without_room"] += 1
+            return
+        read = ExternalRead(self, job, found, runs)
+        self._read_s = self.storage.now_s()
+        self.storage.host.pin(read.host)
+        self.storage.submit("external", read)
+        for prefetch in job.waiting:
+            prefetch.jobs.append(read)
+
+    def end_read(self, job: ExternalRead) -> None:
+        """Put what was read into the tree."""
+        storage, host = self.storage, job.host
+        if job.error is None:
+            storage.counts["external_read"] += 1
+            job.store.read_bytes += host.header.payload_bytes
+            host.checked_s = storage.now_s()
+            # Its way on to the GPU is part of what it takes.
+            num_bytes = host.header.payload_bytes
+            self.observe(Tier.EXTERNAL, num_bytes, job.seconds + self.costs().load_seconds(Tier.HOST, num_bytes))
+            if not job.store.is_paused:
+                node = self.grafts.graft_read(job.key, host.header, job.survivors, host)
+                storage.counts["external_found"] += node is not None
+        else:
+            storage.errors[f"external_{job.error}"] += 1
+        storage.host.unpin(host)
+
+
+class ExternalLookup(Job):
+    """Finds the entry that continues a path. ``waiting``: for whom."""
+
+    priority = 0
+
+    def __init__(
+        self,
+        owner: ExternalReads,
+        store: ExternalStore,
+        name: str,
+        key: RadixKey,
+        begin: int,
+        path_key: bytes,
+        scope: SsdScope,
+    ) -> None:
+        super().__init__()
+        self.owner, self.store, self.name, self.key, self.begin = owner, store, name, key, begin
+        self.path_key, self.scope = path_key, scope
+        self.tokens = token_bytes(key.token_ids[begin : len(key)])
+        self.waiting: list[Prefetch] = []
+        self.found: FoundEntry | None = None
+        self.num_shared = 0
+
+    def run(self) -> None:
+        found = self.store.entries.find(self.name)
+        if found is None:
+            return
+        header, owner = found.header, self.owner
+        check_identity(
+            header,
+            fingerprint=owner.names.identity,
+            namespace=namespace_digest(self.scope.namespace),
+            parent_key=self.path_key,
+        )
+        self.num_shared = shared_tokens(header.tokens, self.tokens)
+        is_ours = header.start == self.begin and header.shape == owner.storage.copier.shape
+        if is_ours and header.num_slots and self.num_shared >= owner.page_size:
+            self.found = found
+
+    def finish(self) -> None:
+        if self.error is not None:
+            self.owner.storage.errors[f"external_{self.error}"] += 1
+        self.owner.end_lookup(self)
+
+
+class ExternalRead(Job):
+    """External store to host, verified."""
+
+    priority = 0
+
+    def __init__(self, owner: ExternalReads, lookup: ExternalLookup, found: FoundEntry, runs: Runs) -> None:
+        super().__init__()
+        self.owner, self.store, self.found, self.key = owner, lookup.store, found, lookup.key
+        self.host = HostEntry(replace(found.header, seals=b"", payload_offset=0), runs)
+        self.survivors: bytes | None = None
+
+    def run(self) -> None:
+        header, arena = self.found.header, self.owner.storage.host.arena
+        self.store.entries.read(self.found, arena.buffers(self.host.runs, 0, header.payload_bytes))
+        if len(header.extents) > header.shape.num_layers:
+            extent = header.extents[-1]
+            self.survivors = b"".join(arena.buffers(self.host.runs, extent.offset, extent.num_bytes))
+
+    def finish(self) -> None:
+        self.owner.end_read(self)
+
+
+@dataclass(eq=False, repr=False)
+class ExternalWrites:
+    """Publishes what the tree holds, ahead of any need, so that other servers find it: whatever is had sooner from the
+    store than it is computed, as the host has it. What only the GPU has is copied to the host first, if there is room.
+    """
+
+    nodes: Mapping[int, Node]
+    storage: Tiers
+    names: Names
+    room: HostMemory
+    backups: ModestBackups
+    changes: Signals
+    _: KW_ONLY
+    costs: Callable[[], CostSnapshot]
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
+        self._queue: dict[int, None] = {}
+        self._num_under_way = 0
+
+    def note(self, node: Node) -> None:
+        """The node is new, or what it holds has changed."""
+        if self.storage.external is not None and node.kv.external is None and not node.kv.is_shadow:
+            self._queue[node.id] = None
+            if len(self._queue) > MOST_QUEUED:
+                del self._queue[next(iter(self._queue))]
+
+    def forget(self, node: Node) -> None:
+        """The node is gone."""
+        self._queue.pop(node.id, None)
+
+    @property
+    def is_busy(self) -> bool:
+        """True if there is anything to publish."""
+        store = self.storage.external
+        return store is not None and bool(self._queue) and store.may_write
+
+    def advance(self) -> None:
+        """Look at a few nodes that are new, or have changed."""
+        for _ in range(MOST_NODES):
+            if self._num_under_way >= MOST_PUBLISHED or self.room.is_busy or not self.is_busy:
+                return
+            node_id = next(iter(self._queue))
+            del self._queue[node_id]
+            node = self.nodes.get(node_id)
+            if node is not None and self._is_wanted(node):
+                self._begin(node)
+
+    def _is_wanted(self, node: Node) -> bool:
+        if node.kv.external is not None or not node.kv.is_finite or not self.names.may_reach_ssd(node):
+            return False
+        num_tokens, costs = len(node.key), self.costs()
+        load_s = costs.load_seconds(Tier.EXTERNAL, num_tokens * self.slot_bytes)
+        return load_s < costs.prefill.marginal_seconds(num_tokens, start_of(node))
+
+    def _begin(self, node: Node) -> None:
+        store, copy = self.storage.external, node.kv.copies.get(Tier.HOST)
+        if copy is None:
+            self.backups.copy_if_free(node)  # that it is there is a change
+        elif store is not None and copy.begin == 0 and copy.entry.arrival is None and not copy.entry.is_damaged:
+            self._num_under_way += 1
+            Publish(self, store, copy.entry).start()
+
+    def end_publish(self, job: Publish) -> None:
+        self._num_under_way -= 1
+        storage, entry = self.storage, job.entry
+        if job.error is not None:
+            storage.errors[f"external_{job.error}"] += 1
+        elif job.is_there:
+            storage.counts["external_published"] += job.is_new
+            job.store.published_bytes += entry.header.payload_bytes * job.is_new
+            for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
+                copy = node.kv.copies[Tier.HOST]
+                if copy.begin == 0 and node.kv.external is None:
+                    node.kv.external = external_copy(copy)
+                    self.changes.changed(node)
+        storage.host.unpin(entry)
+
+
+class Publish(Job):
+    """Host to external store. ``is_there``: the store has the entry, or another of that name; ``is_new``: by this."""
+
+    def __init__(self, owner: ExternalWrites, store: ExternalStore, entry: HostEntry) -> None:
+        super().__init__()
+        self.owner, self.store, self.entry = owner, store, entry
+        self.is_there = self.is_new = False
+
+    def start(self) -> None:
+        self.owner.storage.host.pin(self.entry)
+        self.owner.storage.submit("publish", self)
+
+    def run(self) -> None:
+        header, host = self.entry.header, self.owner.storage.host
+        host.check(self.entry)  # the store would keep what is damaged, and nothing good under its name
+        chunks = host.arena.buffers(self.entry.runs, 0, header.payload_bytes)
+        self.is_new = self.store.entries.publish(header, chunks)
+        self.is_there = self.is_new or self.store.may_write  # else it was refused
+
+    def finish(self) -> None:
+        self.owner.end_publish(self)
+
+
+def external_copy(copy: Copy) -> ExternalCopy:
+    """What the store has of the node of a host copy, now that it has the entry."""
+    return ExternalCopy(copy.form, copy.entry.header.payload_bytes, copy.mean_slots)

@@ -1,0 +1,126 @@
+"""Storage backends of SGLang's HiCache as engines of the external store.
+
+Two of their ways to hand bytes over: as tensors (file, and what users bring along), or as an address and a size within
+memory that was registered (Mooncake).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from sglang_evicpress.tiers.external.values import Values
+
+BACKENDS = ("file", "mooncake", "dynamic")
+"""Those of --hicache-storage-backend that keep values of any size under any key."""
+
+_OWNER = "evicpress"  # as the model's name in their keys: pages of HiCache in the same store are none of ours
+_MOONCAKE_LIMITS = {"MC_RPC_TIMEOUT_MS": "1000", "MC_RPC_CONNECT_TIMEOUT_MS": "1000", "MC_TCP_STATUS_TIMEOUT_SEC": "2"}
+"""Mooncake waits half a minute for a peer that hangs unless it is told otherwise before it is imported."""
+
+
+class HiCacheBackend(Protocol):
+    """SGLang's ``HiCacheStorage``."""
+
+    def exists(self, key: str) -> bool: ...
+    def get(self, key: str, target_location: Any, target_sizes: Any = None) -> Any: ...
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool: ...
+
+
+class TensorValues:
+    """A backend that takes tensors."""
+
+    def __init__(self, name: str, backend: HiCacheBackend) -> None:
+        self.name, self._backend = name, backend
+
+    def put(self, key: str, value: memoryview) -> bool:
+        return self._backend.exists(key) or bool(self._backend.set(key, _tensor(value)))
+
+    def get(self, key: str, target: memoryview) -> bool:
+        # A backend may log each value that is not there.
+        return self._backend.exists(key) and self._backend.get(key, _tensor(target)) is not None
+
+    def close(self) -> None:
+        _close(self._backend)
+
+
+class AddressValues:
+    """A backend that takes addresses in memory which ``register`` makes known to it."""
+
+    def __init__(self, name: str, backend: HiCacheBackend, register: Callable[[torch.Tensor], object]) -> None:
+        self.name, self._backend, self._register = name, backend, register
+        self._of_thread = threading.local()
+
+    def put(self, key: str, value: memoryview) -> bool:
+        stage = self._stage(len(value))
+        stage[: len(value)] = _tensor(value)
+        return bool(self._backend.set(key, None, stage.data_ptr(), len(value)))
+
+    def get(self, key: str, target: memoryview) -> bool:
+        if not self._backend.exists(key):
+            return False
+        stage = self._stage(len(target))
+        if not self._backend.get(key, stage.data_ptr(), len(target)):
+            raise OSError(f"{self.name} has value {key} and does not hand it over")
+        _tensor(target)[:] = stage[: len(target)]
+        return True
+
+    def close(self) -> None:
+        _close(self._backend)
+
+    def _stage(self, num_bytes: int) -> torch.Tensor:
+        """Registered memory of this thread."""
+        stage: torch.Tensor | None = getattr(self._of_thread, "stage", None)
+        if stage is None or len(stage) < num_bytes:
+            stage = torch.empty(max(num_bytes, 4 << 20), dtype=torch.uint8)
+            self._register(stage)
+            self._of_thread.stage = stage
+        return stage
+
+
+def open_values(backend: str, extra_config: Mapping[str, object]) -> Values:
+    """The engine of that name. Raises ValueError, one sentence, when it cannot be used."""
+    if backend == "mooncake":
+        for name, value in _MOONCAKE_LIMITS.items():
+            os.environ.setdefault(name, value)
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    config = HiCacheStorageConfig(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=False,
+        model_name=_OWNER,
+        extra_config=dict(extra_config),
+    )
+    try:
+        opened = StorageBackendFactory.create_backend(backend, config, None)
+    except Exception as error:
+        raise ValueError(
+            f"external_backend {backend!r} cannot be used ({type(error).__name__}: {error}): expected one that runs, "
+            "with the external_config that SGLang's --hicache-storage-backend-extra-config would have"
+        ) from error
+    if backend == "mooncake":
+        return AddressValues(backend, opened, opened.register_buffer)
+    return TensorValues(backend, opened)
+
+
+def _tensor(memory: memoryview) -> torch.Tensor:
+    """Its bytes, not copied. They may be read-only; nobody writes to those."""
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _close(backend: object) -> None:
+    close = getattr(backend, "close", None)
+    if close is not None:
+        close()
