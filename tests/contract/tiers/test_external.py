@@ -1,0 +1,228 @@
+"""Caches that share an external store: one hits what the other has published, and nothing wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.contract.tiers.test_tiers_model import (
+    HALF,
+    IDENTITY,
+    Opened,
+    TierWalk,
+    cached,
+    sent,
+    some_tokens,
+)
+from tests.unit.tiers.external.test_entries import Engine
+
+from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.tiers.placement import tier_of
+from sglang_evicpress.patches.tiers.storage import EXTERNAL_THREADS
+from sglang_evicpress.policy.cost_model import PrefillCost
+from sglang_evicpress.tiers.external.store import ExternalStore
+from sglang_evicpress.tiers.jobs import Workers
+
+pytestmark = pytest.mark.sglang
+
+PAGE = 4
+Sharing = Callable[..., TierWalk]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def sharing(opened: Opened, engine: Engine) -> Iterator[Sharing]:
+    """Makes walks on the store of ``engine``."""
+
+    def make(seed: int = 0, page_size: int = PAGE, **options: object) -> TierWalk:
+        walk = opened(seed, page_size, **{"has_ssd": False, **options})
+        storage = walk.tree.storage
+        storage.external = ExternalStore(engine)
+        for name, number in EXTERNAL_THREADS.items():
+            storage.workers[name] = Workers(name, number, storage.arrival)
+        return walk
+
+    yield make
+
+
+def published(walk: TierWalk) -> int:
+    """Let the walk publish what it has; returns how many entries it has published so far."""
+    walk.until(lambda: not walk.tree.storage.num_pending_jobs and not walk.tiers.external_writes.is_busy)
+    return walk.tree.storage.counts["external_published"]
+
+
+def counts(walk: TierWalk, *names: str) -> list[int]:
+    return [walk.tree.storage.counts[f"external_{name}"] for name in names]
+
+
+def test_another_server_loads_what_one_has_computed(sharing: Sharing) -> None:
+    first = sharing(0)
+    tokens, node = cached(first, 100)
+    assert published(first) == 1 and node.kv.external.form.is_exact
+    second = sharing(1)
+    assert second.serve([*tokens, 59]) == 100
+    assert counts(second, "read", "found") == [1, 1]
+    second.check()
+    second.check_rows()
+    second.settle()
+    second.check_nothing_leaks()
+
+
+def test_a_path_of_several_nodes_is_found_piece_by_piece(sharing: Sharing) -> None:
+    first, rng = sharing(0), random.Random(5)
+    prefix = some_tokens(first, 60)
+    tails = [[50 + index, *(rng.randrange(50) for _ in range(39))] for index in range(2)]
+    for tail in tails:
+        first.serve([*prefix, *tail])
+    assert published(first) >= 2
+    second = sharing(1)
+    for tail in tails:
+        assert second.serve([*prefix, *tail, 59]) >= 40
+    second.check_rows()
+    assert sum(len(node.key) for node in second.cache.nodes.values()) >= 140
+    assert counts(second, "found")[0] in (2, 3)  # where it was published before it was split it has a tail as well
+
+
+def test_what_was_dropped_is_found_again(sharing: Sharing) -> None:
+    walk = sharing()
+    tokens, node = cached(walk, 100)
+    published(walk)
+    walk.cache.parts.eviction.free_slots(walk.allocator.size)
+    walk.tiers.removal.drop_tree(node) if node.id in walk.cache.nodes else None
+    assert not walk.cache.nodes
+    assert walk.serve([*tokens, 59]) == 100
+    walk.check_rows()
+
+
+@pytest.mark.parametrize("extra", [("salt-a", None), (None, "salt-a"), ("salt-a", "salt-b"), ("ab", "a")])
+def test_other_salts_never_share(sharing: Sharing, extra: tuple[str | None, str | None]) -> None:
+    first = sharing(0)
+    tokens = some_tokens(first, 100)
+    first.serve(tokens, extra[0])
+    assert published(first) == 1
+    second = sharing(1)
+    assert second.serve([*tokens, 59], extra[1]) == 0 and counts(second, "found") == [0]
+    assert second.serve([*tokens, 58], extra[0]) == 100
+
+
+def test_a_server_of_another_model_finds_nothing(sharing: Sharing) -> None:
+    first = sharing(0)
+    tokens, _ = cached(first, 100)
+    published(first)
+    second = sharing(1, identity=bytes(reversed(IDENTITY)))
+    assert second.serve([*tokens, 59]) == 0 and counts(second, "read") == [0]
+
+
+def test_what_is_compressed_is_shared_compressed(sharing: Sharing) -> None:
+    first = sharing(0)
+    first.tiers.external_writes.note = lambda node: None  # not before it is compressed
+    tokens, node = cached(first, 100)
+    first.tiers.external_writes._queue.clear()
+    first.cache.parts.moves.compress(node.id, HALF)
+    sent(first, node, Tier.HOST)
+    type(first.tiers.external_writes).note(first.tiers.external_writes, node)
+    assert published(first) == 1 and node.kv.external.form == HALF
+    second = sharing(1)
+    assert second.serve([*tokens, 59]) == 100
+    (found,) = [other for other in second.cache.nodes.values() if list(other.key.raw_token_ids())[:100] == tokens]
+    assert found.kv.form == HALF and len(found.kv.slots) < 100
+    second.check_rows()
+
+
+def test_the_upper_part_of_a_split_keeps_what_the_store_has(sharing: Sharing) -> None:
+    walk = sharing()
+    tokens, node = cached(walk, 100)
+    published(walk)
+    walk.serve([*tokens[:60], 59, 58, 57, 56])
+    upper, lower = node.parent, node
+    assert len(upper.key) == 60 and upper.kv.external is not None
+    assert lower.kv.external is None  # nobody who has the upper part finds it there
+    published(walk)
+    other = sharing(1)
+    assert other.serve([*tokens, 59]) == 100 and counts(other, "found") == [1]
+
+
+def test_a_store_that_is_down_costs_nothing_but_the_hit(sharing: Sharing, engine: Engine) -> None:
+    first = sharing(0)
+    tokens, _ = cached(first, 100)
+    published(first)
+    second = sharing(1)
+    engine.is_down = True
+    assert second.serve([*tokens, 59]) == 0
+    assert second.tree.storage.errors == {"external_io": 1} and not second.tree.storage.external.may_read
+    assert second.serve([*some_tokens(second, 50), 59]) == 0
+    assert second.tree.storage.errors == {"external_io": 1}  # it was left alone
+    engine.is_down = False
+    second.tree.storage.external.circuit._retry_at["read"] = 0.0
+    assert second.serve([*some_tokens(second, 40), 59]) == 0
+    assert second.tree.storage.external.may_read
+
+
+def test_a_store_that_hangs_is_not_waited_for(sharing: Sharing, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    first = sharing(0)
+    tokens, _ = cached(first, 100)
+    published(first)
+    second, may_answer = sharing(1), threading.Event()
+    answer = engine.get
+    monkeypatch.setattr(engine, "get", lambda key, target: may_answer.wait(60.0) and answer(key, target))
+    second.stamp(PrefillCost(0.01, 1e-3, 0.0))  # 0.1 s of computing: a deadline that a test can wait for
+    request = second.ready([*tokens, 59])
+    assert not may_answer.is_set() and second.tree.storage.counts["prefetches_late"] == 1
+    assert second.admit(request) == 0
+    may_answer.set()
+    second.settle()
+    second.end(request)
+    second.check()
+    second.check_rows()
+    second.settle()
+    second.check_nothing_leaks()
+
+
+def test_the_policy_weighs_a_drop_by_what_the_store_has(sharing: Sharing) -> None:
+    walk = sharing()
+    tokens, node = cached(walk, 100)
+    policy, view = walk.cache.policy.planner.policy, walk.cache.parts.view
+    assert view.stats_of(node).external is None
+    candidate = walk.cache.policy.planner.index.candidates[node.id]
+    assert policy.dropped(candidate)[1] > 100.0
+    published(walk)
+    candidate = walk.cache.policy.planner.index.candidates[node.id]
+    assert candidate.external.tier == Tier.EXTERNAL and policy.dropped(candidate)[1] < 0.1
+    assert tier_of(node) == Tier.GPU
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_walks_on_one_store_that_loses_and_changes_values_keep_every_row(
+    sharing: Sharing, engine: Engine, seed: int
+) -> None:
+    rng = random.Random(seed)
+    walks = [sharing(10 * seed + index, [1, 4][seed], has_ssd=index == 0) for index in range(2)]
+    for walk in walks:
+        walk.cost = None
+        walk.documents = walks[0].documents
+    for _ in range(12):
+        for walk in walks:
+            walk.step(25)
+            walk.check_rows()
+        for name in rng.sample(sorted(engine.values), min(3, len(engine.values))):
+            if rng.random() < 0.5:
+                del engine.values[name]
+            else:
+                value = bytearray(engine.values[name])
+                value[rng.randrange(len(value))] ^= 1 << rng.randrange(8)
+                engine.values[name] = bytes(value)
+    for walk in walks:
+        walk.end_all()
+        published(walk)
+        walk.check()
+        walk.check_rows()
+        walk.check_nothing_leaks()
+    assert sum(counts(walk, "found")[0] for walk in walks) > 0
+    assert sum(counts(walk, "published")[0] for walk in walks) > 3
