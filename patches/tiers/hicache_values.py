@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang_evicpress.tiers.entry.header import BadEntry
 from sglang_evicpress.tiers.external.values import Values
 
 BACKENDS = ("file", "mooncake", "dynamic")
@@ -41,8 +42,12 @@ class TensorValues:
         return self._backend.exists(key) or bool(self._backend.set(key, _tensor(value)))
 
     def get(self, key: str, target: memoryview) -> bool:
-        # A backend may log each value that is not there.
-        return self._backend.exists(key) and self._backend.get(key, _tensor(target)) is not None
+        try:  # a backend may log each value that is not there
+            return self._backend.exists(key) and self._backend.get(key, _tensor(target)) is not None
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise BadEntry("length", f"value {key} is not of {len(target)} bytes") from error  # what file says of it
 
     def close(self) -> None:
         _close(self._backend)

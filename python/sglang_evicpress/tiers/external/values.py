@@ -16,7 +16,8 @@ class Values(Protocol):
         ...
 
     def get(self, key: str, target: memoryview) -> bool:
-        """Fill ``target`` with the value of that many bytes; False where there is none."""
+        """Fill ``target`` with the value of that many bytes; False where there is none. Raises BadEntry for a value
+        of another size, if the engine can tell."""
         ...
 
     def close(self) -> None:
