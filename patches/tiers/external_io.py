@@ -1,4 +1,5 @@
-"""Entries of the external store: they are looked for where the tree ends, read into host memory, and published."""
+"""Reads and writes of the external store: entries are looked for where the tree ends, read into host memory, and
+published."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ MOST_NODES = 8
 
 
 class GraftedTree(Protocol):
-    """Where an entry that was read goes."""
+    """Places of entries that were read."""
 
     def graft_read(self, key: RadixKey, header: Header, survivors: bytes | None, entry: HostEntry) -> Node | None: ...
 
@@ -315,5 +316,5 @@ class Publish(Job):
 
 
 def external_copy(copy: Copy) -> ExternalCopy:
-    """What the store has of the node of a host copy, now that it has the entry."""
+    """Copy in the store of the node of a host copy, now that it has the entry."""
     return ExternalCopy(copy.form, copy.entry.header.payload_bytes, copy.mean_slots)

@@ -61,30 +61,30 @@ class AddressValues:
         self._of_thread = threading.local()
 
     def put(self, key: str, value: memoryview) -> bool:
-        stage = self._stage(len(value))
-        stage[: len(value)] = _tensor(value)
-        return bool(self._backend.set(key, None, stage.data_ptr(), len(value)))
+        buffer = self._buffer(len(value))
+        buffer[: len(value)] = _tensor(value)
+        return bool(self._backend.set(key, None, buffer.data_ptr(), len(value)))
 
     def get(self, key: str, target: memoryview) -> bool:
         if not self._backend.exists(key):
             return False
-        stage = self._stage(len(target))
-        if not self._backend.get(key, stage.data_ptr(), len(target)):
+        buffer = self._buffer(len(target))
+        if not self._backend.get(key, buffer.data_ptr(), len(target)):
             raise OSError(f"{self.name} has value {key} and does not hand it over")
-        _tensor(target)[:] = stage[: len(target)]
+        _tensor(target)[:] = buffer[: len(target)]
         return True
 
     def close(self) -> None:
         _close(self._backend)
 
-    def _stage(self, num_bytes: int) -> torch.Tensor:
+    def _buffer(self, num_bytes: int) -> torch.Tensor:
         """Registered memory of this thread."""
-        stage: torch.Tensor | None = getattr(self._of_thread, "stage", None)
-        if stage is None or len(stage) < num_bytes:
-            stage = torch.empty(max(num_bytes, 4 << 20), dtype=torch.uint8)
-            self._register(stage)
-            self._of_thread.stage = stage
-        return stage
+        buffer: torch.Tensor | None = getattr(self._of_thread, "buffer", None)
+        if buffer is None or len(buffer) < num_bytes:
+            buffer = torch.empty(max(num_bytes, 4 << 20), dtype=torch.uint8)
+            self._register(buffer)
+            self._of_thread.buffer = buffer
+        return buffer
 
 
 def open_values(backend: str, extra_config: Mapping[str, object]) -> Values:

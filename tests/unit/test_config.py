@@ -12,7 +12,7 @@ import pytest
 from sglang_evicpress import config as config_module
 from sglang_evicpress.config import AUTO, DEFAULT_FORMS, EvicPressConfig, check_ssd_folder, policy_in
 from sglang_evicpress.core import EXACT, Form
-from sglang_evicpress.flag_groups import DecodeFlags, LayerFlags, PrefillFlags, ProfileFlags
+from sglang_evicpress.flag_groups import DecodeFlags, LayerFlags, PrefillFlags, ProfileFlags, StoreFlags
 from sglang_evicpress.search.budget_file import BudgetFile, write_budget_file
 from sglang_evicpress.search.form_budgets import budget_name
 
@@ -83,6 +83,8 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
         "ssd_fsync": "always",
         "ssd_allow_dir": ["/mnt/a", "/mnt/b"],
         "ssd_key_file": "/etc/evicpress.key",
+        "external_backend": "file",
+        "external_config": {"file_storage_path": "/mnt/kv"},
         "profile_path": str(tmp_path / "profiles.sqlite"),
         "drift_threshold": 0.2,
         "online_profiling": False,
@@ -103,6 +105,8 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
     fields |= {"forms": (Form("knorm", 0.3),), "ssd_allow_dirs": ("/mnt/a", "/mnt/b"), "decode": DecodeFlags(**decode)}  # type: ignore[arg-type]
     shares = {budget_name("found.json", budgets): budgets.shares}
     fields["layers"] = LayerFlags(fields.pop("layer_budget"), fields.pop("max_layer_counts"), shares)  # type: ignore[arg-type]
+    stores = [fields.pop(name) for name in ("external_backend", "external_config", "ssd_key_file")]
+    fields["stores"] = StoreFlags(*stores)  # type: ignore[arg-type]
     profiles = [fields.pop(name) for name in ("profile_path", "drift_threshold", "online_profiling")]
     fields["profiles"] = ProfileFlags(*profiles)  # type: ignore[arg-type]
     prefill = {name: fields.pop(f"prefill_{name}") for name in PrefillFlags.__dataclass_fields__}

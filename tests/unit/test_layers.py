@@ -46,7 +46,7 @@ TABLE = {
     "validation": Layer((), ("pydantic",)),
     # Layer budgets: their arithmetic, their files, and the search for them.
     "search": Layer((*PURE, "files"), ("cmaes", "numpy", "orjson")),
-    "flag_groups": Layer((), ("pydantic",)),
+    "flag_groups": Layer(("files",), ("pydantic",)),
     "config": Layer((*PURE, "flag_groups", "files", "search", "tenants", "validation"), ("pydantic",)),
     "flags": Layer(("config",)),
     # Small things of the standard library that many parts use.

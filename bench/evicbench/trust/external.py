@@ -58,7 +58,7 @@ def ask(server: Server, prompt: Sequence[int], **fields: object) -> Answer:
 
 
 def external(server: Server) -> dict[str, object]:
-    """What /evicpress/tiers says of the store."""
+    """Section of the store in /evicpress/tiers."""
     found: dict[str, object] = server.get("/evicpress/tiers")["tiers"]["external"]
     return found
 

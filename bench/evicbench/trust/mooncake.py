@@ -37,7 +37,7 @@ class MooncakeStore:
 
     @property
     def config(self) -> dict[str, object]:
-        """As SGLang's ``--hicache-storage-backend-extra-config`` takes it: a client that owns no memory."""
+        """Settings for SGLang's ``--hicache-storage-backend-extra-config``: a client that owns no memory."""
         return {
             "master_server_address": f"127.0.0.1:{self._rpc}",
             "local_hostname": "127.0.0.1",

@@ -107,6 +107,11 @@ SERIES: tuple[Series, ...] = (
     _counter("ssd_read_bytes", "Bytes read from the SSD.", "tiers.tiers.ssd.read_bytes"),
     _counter("ssd_written_bytes", "Bytes written to the SSD.", "tiers.tiers.ssd.written_bytes"),
     _counter("ssd_refused_bytes", "Bytes not written, to spare the SSD.", "tiers.tiers.ssd.wear.refused_bytes"),
+    _counter(
+        "external_published_bytes", "Bytes published to the external store.", "tiers.tiers.external.published_bytes"
+    ),
+    _counter("external_read_bytes", "Bytes read from the external store.", "tiers.tiers.external.read_bytes"),
+    _gauge("external_readable", "1 while the external store is asked.", "tiers.tiers.external.may_read"),
     _gauge("ssd_writable", "1 while the SSD takes writes.", "tiers.tiers.ssd.is_writable"),
     # queues
     _gauge("queue_requests", "Users' requests that wait.", "stats.waiting.requests"),

@@ -163,7 +163,9 @@ def test_a_store_that_is_down_costs_nothing_but_the_hit(sharing: Sharing, engine
     assert second.tree.storage.external.may_read
 
 
-def test_a_store_that_hangs_is_not_waited_for(sharing: Sharing, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_hangs_is_not_waited_for(
+    sharing: Sharing, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import threading
 
     first = sharing(0)

@@ -61,6 +61,7 @@ def make_parser() -> Parser:
     add_value("--gpu", _gpu, "SIZE", "cache on the GPU, above 0", required=True)
     add_value("--host", Size.parse, "SIZE", "cache in host memory; 0, the default: none", "0")
     add_value("--ssd", Size.parse, "SIZE", "cache on SSD; 0, the default: none", "0")
+    add_value("--external", Size.parse, "SIZE", "share of a store below; 0, the default: none", "0")
     add_value(
         *("--alpha", _alphas, "NUMBERS"),
         "seconds full quality is worth; each makes a run of its own; default 1, or none with --quality",
@@ -77,6 +78,7 @@ def make_parser() -> Parser:
     add_value("--prefill", _prefill, "FIXED,PER_TOKEN,PER_PAIR", "s; default %(default)s", "0.01,3.5e-5,1.3e-9")
     add_value("--host-bandwidth", parse_rate, "RATE", "default %(default)s, behind 0.5 ms", "20GB/s")
     add_value("--ssd-bandwidth", parse_rate, "RATE", "default %(default)s, behind 2 ms", "2GB/s")
+    add_value("--external-bandwidth", parse_rate, "RATE", "default %(default)s, behind 5 ms", "1GB/s")
     add_value("--noise", _noise, "SIGMA", "of the logarithm of every cost; above 0, policies learn costs", "0")
     add_value(
         *("--servers", _servers, "N|load=X"),

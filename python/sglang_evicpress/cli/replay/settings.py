@@ -21,7 +21,7 @@ from sglang_evicpress.simulator.replay import Machine
 from sglang_evicpress.simulator.runs import Settings, servers_at_load
 from sglang_evicpress.traces import Trace
 
-FIXED_LOAD_S = {Tier.HOST: 0.0005, Tier.SSD: 0.002}
+FIXED_LOAD_S = {Tier.HOST: 0.0005, Tier.SSD: 0.002, Tier.EXTERNAL: 0.005}
 """Seconds every load takes besides its bytes."""
 
 MAX_COUNTS = 4
@@ -30,11 +30,20 @@ MAX_COUNTS = 4
 
 def make_settings(args: argparse.Namespace, trace: Trace, working_set_tokens: int) -> Settings:
     """Sizes become bytes, a load becomes servers. ValueError for a tier too small for one token, or no load."""
-    sizes: dict[Tier, Size] = {Tier.GPU: args.gpu, Tier.HOST: args.host, Tier.SSD: args.ssd}
+    sizes: dict[Tier, Size] = {
+        Tier.GPU: args.gpu,
+        Tier.HOST: args.host,
+        Tier.SSD: args.ssd,
+        Tier.EXTERNAL: args.external,
+    }
     capacity = {
         tier: _capacity(tier, size, working_set_tokens, args.slot_bytes) for tier, size in sizes.items() if size.amount
     }
-    rates = {Tier.HOST: args.host_bandwidth, Tier.SSD: args.ssd_bandwidth}
+    rates = {
+        Tier.HOST: args.host_bandwidth,
+        Tier.SSD: args.ssd_bandwidth,
+        Tier.EXTERNAL: args.external_bandwidth,
+    }
     load = {tier: TransferCost(fixed_s, rates[tier]) for tier, fixed_s in FIXED_LOAD_S.items()}
     costs = CostSnapshot(args.prefill, load, {})
     number = NO_QUEUE if args.servers is None else args.servers.number

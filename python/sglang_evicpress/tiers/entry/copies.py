@@ -64,7 +64,7 @@ class Rows(NamedTuple):
 
 
 class ExternalCopy(NamedTuple):
-    """What the external store has of a node, if it keeps it: its form, the bytes of its entry, which may go on behind
+    """Copy of a node in the external store, if that keeps it: its form, the bytes of its entry, which may go on behind
     the node, and the slots of which a layer has KV, on average."""
 
     form: Form

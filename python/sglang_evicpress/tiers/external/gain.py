@@ -1,4 +1,4 @@
-"""Whether a request should wait for the answer of an external store, which mostly may have nothing for it."""
+"""Gain of lookups in an external store, which mostly may have nothing, against what they take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine does for the external store: it keeps values under keys, and may lose them at any time."""
+"""Engines of the external store: they keep values under keys, and may lose them at any time."""
 
 from __future__ import annotations
 
