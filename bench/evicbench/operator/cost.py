@@ -40,7 +40,7 @@ def measure(seconds: float = SECONDS) -> Iterator[Line]:
 
 
 def _cpu_seconds(server: Server) -> float:
-    """Of all processes of the server."""
+    """CPU seconds of all processes of the server."""
     first = psutil.Process(server.pid)
     return sum(sum(each.cpu_times()[:2]) for each in (first, *first.children(recursive=True)))
 
