@@ -173,6 +173,9 @@ class TreeInspection:
 
     def _summary(self, node: Node, start: int) -> dict[str, object]:
         kv, extra_key = node.kv, node.key.extra_key  # a cache salt is a secret: only its hash is shown
+        forms = {tier.label: str(copy.form) for tier, copy in sorted(kv.copies.items())}
+        if kv.external is not None:
+            forms[Tier.EXTERNAL.label] = str(kv.external.form)
         return {
             "id": node.id,
             "parent_id": None if node.parent is self.tree.root_node else node.parent.id,
@@ -185,7 +188,7 @@ class TreeInspection:
             "is_shadow": kv.is_shadow,
             "num_profiles": len(kv.profiles),
             "tier": tier_of(node).label,
-            "copies": {tier.label: str(copy.form) for tier, copy in sorted(kv.copies.items())},
+            "copies": forms,
             "origin": kv.origin,
             "lineage": "lossy" if is_lossy(node) else "exact",
             "computed_on": "lossy" if kv.is_lossy_prefix else "exact",
