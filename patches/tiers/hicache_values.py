@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ BACKENDS = ("file", "mooncake", "dynamic")
 """Those of --hicache-storage-backend that keep values of any size under any key."""
 
 _OWNER = "evicpress"  # as the model's name in their keys: pages of HiCache in the same store are none of ours
+_FILE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 _MOONCAKE_LIMITS = {"MC_RPC_TIMEOUT_MS": "1000", "MC_RPC_CONNECT_TIMEOUT_MS": "1000", "MC_TCP_STATUS_TIMEOUT_SEC": "2"}
 """Mooncake waits half a minute for a peer that hangs unless it is told otherwise before it is imported."""
 
@@ -108,8 +110,10 @@ def open_values(backend: str, extra_config: Mapping[str, object]) -> Values:
         model_name=_OWNER,
         extra_config=dict(extra_config),
     )
+    folder = extra_config.get("file_storage_path") if backend == "file" else None
     try:
-        opened = StorageBackendFactory.create_backend(backend, config, None)
+        with _file_folder(folder):
+            opened = StorageBackendFactory.create_backend(backend, config, None)
     except Exception as error:
         raise ValueError(
             f"external_backend {backend!r} cannot be used ({type(error).__name__}: {error}): expected one that runs, "
@@ -118,6 +122,20 @@ def open_values(backend: str, extra_config: Mapping[str, object]) -> Values:
     if backend == "mooncake":
         return AddressValues(backend, opened, opened.register_buffer)
     return TensorValues(backend, opened)
+
+
+@contextmanager
+def _file_folder(folder: object) -> Iterator[None]:
+    """The backend ``file`` of older releases reads its folder from the environment alone."""
+    known = os.environ.get(_FILE_FOLDER)
+    if folder is not None:
+        os.environ[_FILE_FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop(_FILE_FOLDER, None)
+        if known is not None:
+            os.environ[_FILE_FOLDER] = known
 
 
 def _tensor(memory: memoryview) -> torch.Tensor:
