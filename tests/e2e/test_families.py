@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from evicbench.correctness.findings import TOLERANCE
-from evicbench.families.refusals import is_refused, last_line
 from evicbench.families.run import SEEN, measure
 from evicbench.families.table import FAMILIES, REFUSED
 
@@ -29,9 +28,3 @@ def test_answers_of_a_family_equal_transformers(name: str) -> None:
     assert outcome.num_answers >= NUM_ANSWERS
     assert outcome.worst <= TOLERANCE
     assert outcome.least_control > SEEN
-
-
-def test_a_family_with_a_sliding_window_is_refused_in_one_sentence() -> None:
-    (refused,) = (each for each in REFUSED if each.name == "gemma3")
-    status, line = last_line(refused)
-    assert is_refused(refused, status, line), (status, line)

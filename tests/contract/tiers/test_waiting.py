@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import SimpleNamespace
 
@@ -92,6 +93,7 @@ def test_what_was_verified_stays_good_while_it_stays_where_it_is(walk: TierWalk)
 def test_only_the_next_reads_are_begun_ahead(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "MOST_READS", 2)
     walk = opened(is_exact=True, cost=PrefillCost(0.0, 1.0, 0.0), host_bytes=600 << 10)
+    walk.cache.parts.idle_promotion._next_look_s = math.inf  # else a slow machine promotes one of them meanwhile
     contexts = [cached(walk, 100, Tier.SSD) for _ in range(4)]
     blocks = blocked(walk, "read", 2)
     requests = [walk.wait([*tokens, 59]) for tokens, _ in contexts]

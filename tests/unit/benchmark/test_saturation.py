@@ -65,7 +65,7 @@ def test_runs_at_its_multiples_go_on_where_they_were_stopped(tmp_path: Path) -> 
 
 
 def test_the_saturation_of_another_benchmark_is_refused(tmp_path: Path) -> None:
-    saturated(make(tmp_path, load=LOAD))
+    saturated(make(tmp_path, load={**LOAD, "seconds": 3}))  # a slow machine may answer nothing in less
     with pytest.raises(ValueError, match="saturation.json is that of another benchmark: expected another --out"):
         saturated(make(tmp_path, load=LOAD, seed=7))
     with pytest.raises(ValueError, match="reference is 'gone': expected one of full-cache, tiers-lru"):
@@ -102,12 +102,14 @@ def test_what_has_no_answer_when_a_level_ends_is_cut_and_the_server_is_empty_bef
     cell = summarise(results).cell("tiers-lru", 10.0)
     assert (cell.num_requests, cell.num_cut, cell.num_failed, cell.num_refused) == (6, num_cut, 0, 0)
     assert cell.ttft_p95_of_all_s == float("inf")
-    # One more was asked for behind each rate that was cut, and seen to be answered.
-    assert len(bench.lines("ask")) == 4 + 1 + (6 + 1) + (24 + 1)
+    # One more was asked for behind each rate that was cut, and seen to be answered; a slow machine cuts some unsent.
+    num_answered = 6 + 24 - num_cut - summarise(results).cell("tiers-lru", 40.0).num_cut
+    assert 4 + 1 + num_answered + 2 <= len(bench.lines("ask")) <= 4 + 1 + (6 + 1) + (24 + 1)
 
 
 def test_refused_requests_are_counted_apart_and_do_not_end_a_benchmark(tmp_path: Path) -> None:
-    bench = make(tmp_path, rates=[0], requests=1, warm_up=0, repetitions=1, systems=["tiers-lru"], load=LOAD)
+    load = {**LOAD, "cut_s": 30}
+    bench = make(tmp_path, rates=[0], requests=1, warm_up=0, repetitions=1, systems=["tiers-lru"], load=load)
     bench.config = bench.config.saturated_at(20.0)
     bench.words = {"tiers-lru": ("refuse=0.5",)}
     assert bench.run() == Done(num_runs=3, num_before=0, num_failed=0)
