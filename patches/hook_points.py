@@ -318,6 +318,12 @@ HOOK_POINTS = (
     # loads, as the hierarchical cache has them
     _read(f"{_BASE_CACHE}.init_load_back", "self params"),
     _read(f"{_KV_CACHE}.register_layer_transfer_counter", "self layer_transfer_counter"),
+    # the storage backends of the hierarchical cache, for the external store
+    _read("sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend"),
+    _read("sglang.srt.mem_cache.hicache_storage.HiCacheStorageConfig"),
+    _read("sglang.srt.mem_cache.hicache_storage.HiCacheStorage.exists", "self key"),
+    _read("sglang.srt.mem_cache.hicache_storage.HiCacheStorage.get", "self key target_location target_sizes"),
+    _read("sglang.srt.mem_cache.hicache_storage.HiCacheStorage.set", "self key value target_location target_sizes"),
     # the pool and its allocators
     _read(f"{_ALLOCATOR}.token.TokenToKVPoolAllocator.free", "self free_index"),
     _read(f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.free", "self free_index"),

@@ -49,6 +49,7 @@ class TierParts:
         later: Later,
     ) -> None:
         slot_bytes = compressor.slot_bytes
+        takes_lossy = any(not form.is_exact for form in tree.menu.forms)
         self.placement = Placement(
             tree.storage,
             tree.adapters,
@@ -176,6 +177,7 @@ class TierParts:
             outside.tree,
             slot_bytes,
             page_size,
+            takes_lossy,
             compressor.groups.group_of,
         )
         self.external_reads = ExternalReads(
@@ -188,6 +190,7 @@ class TierParts:
             observe=tree.terms.observe_load,
             slot_bytes=slot_bytes,
             page_size=page_size,
+            takes_lossy=takes_lossy,
         )
         self.external_writes = ExternalWrites(
             nodes,

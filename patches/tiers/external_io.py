@@ -19,7 +19,7 @@ from sglang_evicpress.policy.load_or_recompute import Piece
 from sglang_evicpress.tiers.entry.copies import Copy, ExternalCopy, HostEntry
 from sglang_evicpress.tiers.entry.header import Header, check_identity
 from sglang_evicpress.tiers.entry.identity import namespace_digest, token_bytes
-from sglang_evicpress.tiers.external.entries import FoundEntry, name_of
+from sglang_evicpress.tiers.external.entries import LEVELS, FoundEntry, name_of
 from sglang_evicpress.tiers.external.store import ExternalStore
 from sglang_evicpress.tiers.jobs import Job
 
@@ -61,7 +61,7 @@ class Signals(Protocol):
 @dataclass(eq=False, repr=False)
 class ExternalReads:
     """Looks for entries that continue a path, and reads them. On the scheduler thread but for ``run`` of the jobs.
-    ``observe``: is told what bringing bytes from a tier took."""
+    ``observe``: is told what bringing bytes from a tier took; ``takes_lossy``: this server makes lossy KV itself."""
 
     storage: Tiers
     names: Names
@@ -73,8 +73,10 @@ class ExternalReads:
     observe: Callable[[Tier, int, float], None]
     slot_bytes: int
     page_size: int
+    takes_lossy: bool
 
     def __post_init__(self) -> None:
+        self.levels = LEVELS if self.takes_lossy else LEVELS[:1]
         self._lookups: dict[str, ExternalLookup] = {}
         self._read_s = self.storage.now_s()
 
@@ -170,7 +172,7 @@ class ExternalLookup(Job):
         self.num_shared = 0
 
     def run(self) -> None:
-        found = self.store.entries.find(self.name)
+        found = self.store.entries.find(self.name, self.owner.levels)
         if found is None:
             return
         header, owner = found.header, self.owner

@@ -52,7 +52,7 @@ class Place(NamedTuple):
 @dataclass(eq=False, repr=False)
 class Grafting:
     """Looks for entries that continue a path, and adds what was found. ``group_of`` [layers]: groups of layers that
-    fill the same slots of every node."""
+    fill the same slots of every node. ``takes_lossy``: this server makes lossy KV itself."""
 
     storage: Tiers
     names: Names
@@ -62,6 +62,7 @@ class Grafting:
     tree: GraftedTree
     slot_bytes: int
     page_size: int
+    takes_lossy: bool
     group_of: tuple[int, ...] = ()
 
     def look_up(self, prefetch: Prefetch, key: RadixKey, steps: Steps) -> None:
@@ -140,8 +141,11 @@ class Grafting:
         return self.tree.add_absent_leaf(place.parent, place.key, copy)
 
     def _place_of(self, key: RadixKey, header: Header) -> Place | None:
-        """Where an entry goes whose first tokens are some of ``key``; None where it does not continue a path."""
+        """Where an entry goes whose first tokens are some of ``key``; None where it does not continue a path, or is
+        lossy on a server that makes nothing so."""
         tree = self.tree
+        if not self.takes_lossy and (header.is_lossy_prefix or not header.form.is_exact):
+            return None
         steps = tree._steps(key)
         if sum(matched for _, matched in steps) != header.start:
             return None

@@ -118,15 +118,24 @@ def test_a_server_of_another_model_finds_nothing(sharing: Sharing) -> None:
     assert second.serve([*tokens, 59]) == 0 and counts(second, "read") == [0]
 
 
-def test_what_is_compressed_is_shared_compressed(sharing: Sharing) -> None:
+def published_compressed(sharing: Sharing) -> list[int]:
+    """A context that a server has published once it was compressed, not before."""
     first = sharing(0)
-    first.tiers.external_writes.note = lambda node: None  # not before it is compressed
+    writes = first.tiers.external_writes
+    is_held_back = [True]
+    is_wanted = writes._is_wanted
+    writes._is_wanted = lambda node: not is_held_back and is_wanted(node)
     tokens, node = cached(first, 100)
-    first.tiers.external_writes._queue.clear()
     first.cache.parts.moves.compress(node.id, HALF)
     sent(first, node, Tier.HOST)
-    type(first.tiers.external_writes).note(first.tiers.external_writes, node)
+    is_held_back.clear()
+    writes.note(node)
     assert published(first) == 1 and node.kv.external.form == HALF
+    return tokens
+
+
+def test_what_is_compressed_is_shared_compressed(sharing: Sharing) -> None:
+    tokens = published_compressed(sharing)
     second = sharing(1)
     assert second.serve([*tokens, 59]) == 100
     (found,) = [other for other in second.cache.nodes.values() if list(other.key.raw_token_ids())[:100] == tokens]
@@ -228,3 +237,9 @@ def test_random_walks_on_one_store_that_loses_and_changes_values_keep_every_row(
         walk.check_nothing_leaks()
     assert sum(counts(walk, "found")[0] for walk in walks) > 0
     assert sum(counts(walk, "published")[0] for walk in walks) > 3
+
+
+def test_a_server_that_makes_nothing_lossy_takes_nothing_lossy(sharing: Sharing) -> None:
+    tokens = published_compressed(sharing)
+    exact = sharing(1, is_exact=True)
+    assert exact.serve([*tokens, 59]) == 0 and counts(exact, "read") == [0]

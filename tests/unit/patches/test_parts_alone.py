@@ -615,7 +615,8 @@ def test_a_lookup_is_for_text_whose_namespace_may_be_on_the_ssd() -> None:
     store = SimpleNamespace(num_entries=1, find=lambda key: [ref])
     world.ssd = SimpleNamespace(store=store, has_former=True, is_held=lambda ref: False)
     disk = SimpleNamespace(look_up=lambda *asked: world.asked.append(asked) or "job")
-    grafting = Grafting(world, world.adapters, disk.look_up, world.terms, world, 16, 1)
+    look_outside = lambda *asked: pytest.fail("the SSD may have it")  # noqa: E731
+    grafting = Grafting(world, world.adapters, disk.look_up, look_outside, world.terms, world, 16, 1, True)
 
     class Key(SimpleNamespace):
         extra_key = None

@@ -81,9 +81,9 @@ class SharedEntries:
         index += xxhash.xxh3_128_digest(index)
         return self._put(_header_name(digest), memoryview(record)) and self._put(index_name, memoryview(index))
 
-    def find(self, name: str) -> FoundEntry | None:
-        """The entry of that name, an exact one if there is one. Its payload may be gone or damaged."""
-        for level in LEVELS:
+    def find(self, name: str, levels: Sequence[str] = LEVELS) -> FoundEntry | None:
+        """The entry of that name, of the first of these levels that has one. Its payload may be gone or damaged."""
+        for level in levels:
             index = self._index(f"{name}-{level}")
             if index is None:
                 continue
