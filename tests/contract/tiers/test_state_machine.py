@@ -287,15 +287,15 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 SHORT = settings(
-    max_examples=60,
-    stateful_step_count=60,
+    max_examples=50,
+    stateful_step_count=80,
     deadline=None,
     database=None,
     derandomize=True,
     print_blob=True,
     report_multiple_bugs=False,
     phases=(Phase.generate, Phase.shrink),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 
