@@ -63,13 +63,13 @@ CODED = {
 }
 CODED_CURVES = {**CURVES, "knorm": {"0.8": 0.99, "0.5": 0.9}, "exact+int8": 1.0, "exact+int4": 0.9}
 ROUNDING = {"int8": 1.5, "int4": 11.0, "int2": 46.0}
-"""What a value from -125 to 125 comes back within: half of what lies between two codes, that of the codec it may have
-had before, and the rounding to 16 bits."""
+"""Error of a value from -125 to 125 that comes back, at most: half of what lies between two codes, that of the codec
+that it may have had before, and the rounding to 16 bits."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a walk is made of. ``menu``: press, uneven, exact, or a codec."""
+    """Setting of a walk. ``menu``: press, uneven, exact, or a codec."""
 
     menu: str = "press"
     page_size: int = 1
@@ -80,7 +80,7 @@ class Setting:
 
     @property
     def settings(self) -> dict[str, object]:
-        """Of EvicPressConfig."""
+        """Settings of EvicPressConfig."""
         if self.menu == "uneven":
             return {"forms": UNEVEN_FORMS, "curves": UNEVEN_CURVES, "layers": LayerFlags(shares=SHARES)}
         if self.menu in CODED:
@@ -90,7 +90,7 @@ class Setting:
 
 
 class MachineWalk(ShadowMoves, TierWalk):
-    """``choose`` makes every choice once the walk is made. ``held`` are nodes that somebody has locked."""
+    """Walk of which ``choose`` makes every choice once it is made. ``held`` are nodes that somebody has locked."""
 
     visit, retract, decode = BudgetWalk.visit, BudgetWalk.retract, BudgetWalk.decode
     alloc_next, is_stuck = BudgetWalk.alloc_next, BudgetWalk.is_stuck
@@ -142,7 +142,7 @@ class MachineWalk(ShadowMoves, TierWalk):
             busy[0].step()
 
     def load_layer(self) -> None:
-        """A thread has copied a layer of a load, and goes on with the next one later."""
+        """Copy a layer of a load, as a thread that goes on with the next one later."""
         loads = [load for load in self.tiers.loads.unfinished if load.is_started and not load.has_run.is_set()]
         if loads:
             load = self.rng.choice(loads)
@@ -160,7 +160,7 @@ class MachineWalk(ShadowMoves, TierWalk):
         raise AssertionError("nothing comes of it")
 
     def pass_time(self) -> None:
-        """So much that what was verified is no longer, that a hold ends, or that shadows expire."""
+        """Let so much pass that what was verified is no longer, that a hold ends, or that shadows expire."""
         self.clock.sleep(self.rng.choice([0.06, 1.0, 5.0, 100.0]))
         self.stamp(PrefillCost(0.01, self.rng.choice([1e-7, 1e-4, 1e-2, 1.0]), 0.0))
 
@@ -211,7 +211,7 @@ class MachineWalk(ShadowMoves, TierWalk):
         return tokens, extra_key
 
     def start(self) -> None:
-        """A request is admitted, if it is ready after some rounds in which it was passed over."""
+        """Admit a request, if it is ready after some rounds in which it was passed over."""
         if len(self.running) >= ROWS - 2 or not self.waiting:
             return
         self.cache.background.begin_round(self.stub)
@@ -271,7 +271,7 @@ class MachineWalk(ShadowMoves, TierWalk):
         return True
 
     def prefill(self, request: Request, upto: int | None = None) -> None:
-        """Without the assertion that a request in a shadow finds the room that it was promised: here others have
+        """Admit it, or not: a request in a shadow need not find the room that it was promised, as here others have
         locked nodes since."""
         request.num_cached = 0
         self.admit(request, 1.0 if upto is None else upto / len(request.tokens))
@@ -375,7 +375,7 @@ class MachineWalk(ShadowMoves, TierWalk):
                 if codec != "int4" or self.setting.menu == "int4":
                     self.cache.parts.admin.demote_node(node.id, tier, codec=codec)
 
-    def back_up(self) -> None:
+    def copy_down(self) -> None:
         """A node gets a copy below and stays where it is."""
         node = self.some_node()
         if node is not None and not node.kv.is_shadow:
@@ -402,15 +402,15 @@ class MachineWalk(ShadowMoves, TierWalk):
     def flush(self) -> None:
         self.cache.parts.admin.flush_tier(self.rng.choice(self.tree.storage.tiers))
 
-    def let_go(self) -> None:
-        """Nobody holds, runs, or is at work in a shadow."""
+    def end_running(self) -> None:
+        """End every lock and every request that runs."""
         while self.held:
             self.unlock_one()
         while self.running:
             self.end(self.running[0], is_insert=self.rng.randrange(2) == 0)
 
     def reset(self) -> None:
-        self.let_go()
+        self.end_running()
         if self.rng.randrange(2):  # else loads come too late, into slots that are set apart
             self.tiers.loads.start(None)
             self.work_all()
@@ -420,8 +420,8 @@ class MachineWalk(ShadowMoves, TierWalk):
         self.open.clear()
 
     def finish_all(self) -> None:
-        """Everything ends: what was promised is kept, nothing is left over, and every slot can be had again."""
-        self.let_go()
+        """End everything: nothing is left over, and every slot can be had again."""
+        self.end_running()
         while self.waiting:
             self.leave()
         self.cache.background.begin_round(self.stub)
@@ -450,11 +450,11 @@ class MachineWalk(ShadowMoves, TierWalk):
 
     @property
     def rounding(self) -> float:
-        """That of any row, at most."""
+        """Rounding of any row, at most."""
         return ROUNDING.get(self.setting.menu, 0.0)
 
     def view_of(self, request: Request) -> list[set[tuple[int, int]]]:
-        """As that of TierWalk; rows that a codec has rounded are those of the request's tokens that they are like."""
+        """View as of TierWalk; rows that a codec has rounded are those of the request's tokens that they are like."""
         if self.rounding == 0.0:
             return super().view_of(request)
         rows = torch.stack([self.read(self.row_of(request, layer))[:, layer] for layer in range(LAYERS)])
@@ -507,8 +507,8 @@ class MachineWalk(ShadowMoves, TierWalk):
             assert distance <= rounding, f"{what} holds rows that are off by {distance}"
 
     def check_rows(self) -> None:
-        """Every node on the GPU holds what was computed for its tokens: bit for bit, or as its codec may round it.
-        Layers that are still on their way are left out."""
+        """Check every node on the GPU against what was computed for its tokens: bit for bit, or within what its codec
+        rounds. Layers that are still on their way are left out."""
         arriving = list(self.tiers.loads)
         for node in iter_nodes(self.cache.root_node):
             if node.value is None:
@@ -526,7 +526,7 @@ class MachineWalk(ShadowMoves, TierWalk):
                 self.compare(found, wanted, rounding, f"node {node.id} in form {node.kv.form}, layer {layer},")
 
     def check_slots(self) -> None:
-        """Counted by the tests themselves: every slot is free, a node's, a request's or a load's, and only that."""
+        """Count slots without the product: each is free, a node's, a request's or a load's, and only that."""
         owners = [("free", RELEASE.free_pages(self.allocator))]
         owners += [(f"node {node.id}", slots_of(node) // self.page) for node in iter_nodes(self.cache.root_node)]
         for request in self.running:
@@ -544,7 +544,7 @@ class MachineWalk(ShadowMoves, TierWalk):
         assert sorted(pages) == list(range(1, self.allocator.size // self.page + 1)), "a page is nobody's"
 
     def check_tiers(self) -> None:
-        """What is on the GPU has all above it there, and no node has lost everything. Locks are those of who holds."""
+        """Check that all above a node on the GPU is there too, that no node is nowhere, that each lock has a holder."""
         locks: dict[int, int] = {}
         holders = [request.last_node for request in self.running] + self.held
         holders += [each.pinned for each in self.tiers.prefetches.by_request.values() if each.pinned is not None]

@@ -19,14 +19,14 @@ from sglang_evicpress.tiers.jobs import Job, Workers
 from sglang_evicpress.tiers.ssd import deadline
 
 TICK_S = 1e-5
-"""By which the clock goes on whenever it is read."""
+"""Step of the clock whenever it is read."""
 
 SHORT_S = 0.02
-"""In place of what the product waits for threads: these do nothing but what they are let do, so it would be in vain."""
+"""Wait of the product for its threads, which here do only what they are let do: a longer one would be in vain."""
 
 
 class Clock:
-    """Stands in for the module ``time``."""
+    """Stand-in for the module ``time``."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -45,7 +45,7 @@ class Clock:
 
 
 class StepArrival(Arrival):
-    """Whoever waits for a thread gets what ``work`` does meanwhile; where that is nothing, the time passes."""
+    """Wake-up by threads that go in steps: a wait is for what ``work`` does meanwhile, or else lets the time pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class StepArrival(Arrival):
     wait_for_job = wait
 
     def busy(self) -> list[StepWorkers]:
-        """Those that have something to do."""
+        """Threads that have something to do."""
         return [group for group in self.groups if group.num_waiting]
 
 

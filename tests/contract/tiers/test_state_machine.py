@@ -201,8 +201,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(has_nodes)
     @rule()
-    def back_up(self) -> None:
-        self.walk.back_up()
+    def copy_down(self) -> None:
+        self.walk.copy_down()
 
     @precondition(has_nodes)
     @rule()
@@ -249,9 +249,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(has_nodes)
     @rule(step=st.sampled_from(["flush_tier", "flush", "detach", "restart"]))
     def operate(self, step: str) -> None:
-        """One rule, and not four: after each of these little is left to go wrong."""
+        """Take one step of four: after each of these little is left to go wrong, so they share a rule."""
         if step == "restart":
-            self.walk.let_go()
+            self.walk.end_running()
             self.walk.save_and_close()
             self.open(self.walk.asked)
         elif step == "flush_tier":
