@@ -287,7 +287,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 SHORT = settings(
-    max_examples=50,
+    max_examples=40,
     stateful_step_count=80,
     deadline=None,
     database=None,
