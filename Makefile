@@ -21,9 +21,11 @@ endif
 # older releases wait without end: so each environment has its own folder, and locks go before anything runs.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch-extensions
 
+WALKS := $(addprefix tests/contract/,cache/test_radix_cache_model.py decode_budget tiers/test_tiers_model.py tiers/test_state_machine.py)
+
 SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house codecs releases budgets operator trust)
 
-.PHONY: help setup test check contract check-release drift dist demo $(SHOWS) chaos bench bench-load clean
+.PHONY: help setup test check contract check-release drift dist demo $(SHOWS) soak chaos bench bench-load clean
 
 help:
 	@echo "make demo             LRU, LRU over host RAM and SSD, EvicPress, and a cache that holds everything, side by side; about 6 minutes"
@@ -49,6 +51,7 @@ help:
 	@echo "make show-operator    series, alerts, page, floors, errors, commands; needs apt-get install prometheus chromium; at most 25 minutes"
 	@echo "make show-trust       KV events, SGLang's router, a shared store, a million damaged files; needs pip install sglang-router mooncake-transfer-engine-non-cuda; at most 60 minutes"
 	@echo "make show-... QUICK=1 the same in at most 2 minutes: smaller sizes, and what they cannot judge is not judged"
+	@echo "make soak             the walks that make test leaves out, then the cache's state machine with new seeds for SECONDS=3600, from SEED on"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"
 	@echo "make bench-load       four settings up to twice saturation, three repetitions: hours; goes on where it was stopped"
@@ -98,6 +101,10 @@ demo: setup
 
 $(SHOWS): setup
 	$(PY) bench/show.py $(@:show-%=%) $(if $(QUICK),--quick)
+
+soak: setup
+	$(if $(SEED),EVICPRESS_SOAK_SEED=$(SEED)) EVICPRESS_SOAK_SECONDS=$(or $(SECONDS),3600) \
+		$(PY) -m pytest -s -m soak -o faulthandler_timeout=0 $(WALKS)
 
 chaos: setup
 	$(PY) bench/show.py tiers --only chaos

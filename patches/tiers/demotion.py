@@ -69,8 +69,9 @@ class Demotion:
             return self.removal.release(node_id, tier)
         codec = form.codec if form.pressed == node.kv.form.pressed else None
         if not self._is_on_host(node, form) and not self.backup.copy_at_once(node, codec):
-            if form.pressed == node.kv.form.pressed or self.gpu.slots_in(node, form, start_of(node)) is None:
-                return 0
+            num_kept = self.gpu.slots_in(node, form, start_of(node))
+            if form.pressed == node.kv.form.pressed or num_kept is None or num_kept >= size_of(node):
+                return 0  # a node of one page keeps all of it, however few of its tokens
             freed = self.gpu.compress(node_id, replace(form, codec=node.kv.form.codec))
             if node_id not in self.nodes or not self.backup.copy_at_once(node, form.codec):
                 return freed

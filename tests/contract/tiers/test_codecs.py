@@ -218,6 +218,18 @@ def test_bytes_that_are_charged_are_bytes_that_are_occupied(coded: Callable[...,
     assert held == dict.fromkeys(map(str, forms), 3)
 
 
+def test_a_node_without_room_below_stays_where_its_smaller_form_takes_as_many_slots(
+    coded: Callable[..., TierWalk],
+) -> None:
+    """It was to be fewer bytes on the host, by its codec: to ask the press for fewer slots is an error, which would end
+    a server of several ranks."""
+    walk = coded(page_size=16, policy="evicpress", has_ssd=False, host_bytes=4096)  # half of what the node takes
+    _, node = cached(walk, 16)
+    form = Form("random", 0.5, "int8")
+    assert walk.cache.parts.moves.demote(node.id, Tier.HOST, form, at_once=True) == 0
+    assert node.kv.form == EXACT and node.value is not None and not node.kv.copies
+
+
 def test_exact_kv_takes_the_place_of_what_was_decoded(coded: Callable[..., TierWalk]) -> None:
     walk = coded(policy="exact+int8+lru")
     tokens, node = cached(walk, 100)

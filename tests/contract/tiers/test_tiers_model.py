@@ -424,17 +424,23 @@ class TierWalk(Walk):
         self.check_nothing_leaks()
 
 
+def soaked(*walk: object) -> object:
+    """A walk that only `make soak` takes: test_state_machine.py has its moves and checks, with threads that go in steps
+    in place of real ones."""
+    return pytest.param(*walk, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
     ("seed", "page_size", "dtype", "is_exact", "has_ssd"),
     [
         (0, 1, torch.float32, False, True),
-        (1, 1, torch.bfloat16, True, True),
-        (2, 4, torch.float16, False, True),
-        (3, 4, torch.float32, True, True),
+        soaked(1, 1, torch.bfloat16, True, True),
+        soaked(2, 4, torch.float16, False, True),
+        soaked(3, 4, torch.float32, True, True),
         (4, 16, torch.bfloat16, False, True),
-        (5, 16, torch.float16, True, True),
-        (6, 1, torch.float16, False, True),
-        (7, 4, torch.float32, False, True),
+        soaked(5, 16, torch.float16, True, True),
+        soaked(6, 1, torch.float16, False, True),
+        soaked(7, 4, torch.float32, False, True),
         (8, 1, torch.float32, False, False),
     ],
 )
@@ -451,10 +457,10 @@ def test_random_walk_keeps_every_row(
     ("seed", "page_size", "dtype", "has_ssd"),
     [
         (0, 1, torch.float32, True),
-        (1, 1, torch.bfloat16, True),
-        (2, 4, torch.float16, True),
-        (3, 16, torch.float32, True),
-        (4, 1, torch.float32, False),
+        soaked(1, 1, torch.bfloat16, True),
+        soaked(2, 4, torch.float16, True),
+        soaked(3, 16, torch.float32, True),
+        soaked(4, 1, torch.float32, False),
         (5, 4, torch.bfloat16, True),
     ],
 )
