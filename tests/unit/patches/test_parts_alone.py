@@ -111,7 +111,7 @@ class World:
         self.nodes: dict[int, Node] = {}
         self.freed: list[int] = []
         self.told: list[tuple[str, int]] = []
-        self.ssd, self.workers, self.has_host = None, {}, True
+        self.ssd, self.external, self.workers, self.has_host = None, None, {}, True
         self.counts, self.errors = Counter[str](), Counter[str]()
         self.host = HostTier(4 * 4096, is_pinned=False)
         self.ranks, self.now_s = Ranks(None), time.monotonic
