@@ -23,7 +23,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch-extensions
 
 SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house codecs releases budgets operator trust)
 
-.PHONY: help setup test check contract check-release drift dist demo $(SHOWS) chaos bench bench-load clean
+.PHONY: help setup test check contract check-release drift dist demo $(SHOWS) chaos soak bench bench-load clean
 
 help:
 	@echo "make demo             LRU, LRU over host RAM and SSD, EvicPress, and a cache that holds everything, side by side; about 6 minutes"
@@ -50,6 +50,7 @@ help:
 	@echo "make show-trust       KV events and SGLang's router, a million damaged files; needs pip install sglang-router; at most 60 minutes"
 	@echo "make show-... QUICK=1 the same in at most 2 minutes: smaller sizes, and what they cannot judge is not judged"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
+	@echo "make soak             64 streaming clients, everything on, kill -9 twice: 30 minutes, or SECONDS=N; prints its seed, SEED=N repeats it"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"
 	@echo "make bench-load       four settings up to twice saturation, three repetitions: hours; goes on where it was stopped"
 	@echo "make setup            only .venv, from uv.lock (uv is fetched when it is missing)"
@@ -101,6 +102,9 @@ $(SHOWS): setup
 
 chaos: setup
 	$(PY) bench/show.py tiers --only chaos
+
+soak: setup
+	$(BENCH) -m evicbench.trust.soak $(SECONDS:%=--seconds %) $(SEED:%=--seed %)
 
 bench: setup
 	$(VENV)/bin/evicpress bench serve --config bench/configs/cpu-testbed.yaml
