@@ -1,4 +1,4 @@
-"""What a server without running requests says of its slots and bytes, added up."""
+"""Slots and bytes of a server without running requests, added up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def at_rest(stats: Shown, tiers: Shown) -> Iterator[str]:
 
 
 def after_flush(stats: Shown, tiers: Shown) -> Iterator[str]:
-    """What is left of a cache that was emptied, in words."""
+    """Leftovers of a cache that was emptied, in words."""
     host, ssd = tiers["tiers"]["host"], tiers["tiers"]["ssd"]
     left = {
         "slots": stats["total_slots"] - stats["free_slots"],

@@ -37,8 +37,8 @@ class Behaviour:
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one scenario on one server. ``moves``: nodes dropped, demoted and loaded meanwhile. ``problems``: of the cache
-    afterwards, or the words with which the server refused."""
+    """Answers of one server in one scenario. ``moves``: nodes dropped and demoted meanwhile. ``problems``: of its cache
+    afterwards, or the words with which it refused."""
 
     played: Played = field(default_factory=Played)
     moves: Counter[str] = field(default_factory=Counter)

@@ -45,7 +45,7 @@ def is_exact(kind: str, budget: int, served: dict[str, Any], num_tokens: int) ->
 
 
 def f1(given: Sequence[int], right: Sequence[int]) -> float:
-    """Of the tokens of an answer, up to where the right one ends."""
+    """F1 of the tokens of an answer, up to where the right one ends."""
     end = load_vocabulary().ids[EOS]
     cut = [ids[: list(ids).index(end)] if end in ids else ids for ids in (given, right)]
     one, other = (" ".join(map(str, ids)) for ids in cut)

@@ -1,4 +1,4 @@
-"""How answers of two servers are compared, and adapters made: `make show-trust` has the servers."""
+"""Comparison of the answers of two servers, and adapters on disk: `make show-trust` has the servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak's own judgement: memory, slots and bytes, answers. `make soak` has servers."""
+"""Judgement of the soak: memory, slots and bytes, answers. `make soak` has servers."""
 
 from __future__ import annotations
 
