@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evicbench.moves import sources, wait_until_idle
+from evicbench.moves import nodes_of, sources, wait_until_idle
 from evicbench.streams import posted
 from evicbench.stress import FAILURES, Stress, started
 from evicbench.testbed.server import ServerError, greedy
@@ -29,9 +29,11 @@ NUM_CLIENTS = 64
 SSD_GB = 0.064
 TIMEOUT_S = 60.0
 SETTLE_S = 60.0
-PAUSE_S = 5.0
+PAUSE_S = 10.0
 """All clients wait for so long now and then: the profiler has its turn, and slots and bytes are added up."""
 
+QUANTISED = 0.1  # of the nodes, by the operator
+CODECS = ("int8", "int4")
 ABORTED = 0.05  # of the requests
 KINDS = {"exact": 0.35, "any": 0.45, "budget": 0.2}
 BUDGETS = (192, 512, 4096)
@@ -168,9 +170,9 @@ class Life(Stress):
     # ---- the operator
 
     def _operate(self) -> None:
-        """Take the SSD away and bring it back, have the cache checked, let all rest, and again."""
+        """Take the SSD away and bring it back, move nodes down in coarser forms, let all rest, and again."""
         rng = random.Random(f"soak-{self._seed}-operator")
-        steps = (self._detach_and_attach, self.check, self._rest)
+        steps = (self._detach_and_attach, partial(self._quantise, rng), self._rest)
         number = 0
         while not self._is_over.wait(rng.uniform(5.0, 12.0)):
             try:
@@ -178,7 +180,7 @@ class Life(Stress):
             except FAILURES as error:
                 if self._is_killed:
                     return
-                self.report(f"{steps[number % len(steps)].__name__}: {type(error).__name__}: {error}")
+                self.report(f"the operator's step {number}: {type(error).__name__}: {error}")
             number += 1
 
     def _detach_and_attach(self) -> None:
@@ -192,6 +194,18 @@ class Life(Stress):
                 return
             time.sleep(0.2)
         self.moves["attached"] += 1
+
+    def _quantise(self, rng: random.Random) -> None:
+        """Some nodes go down through a codec, children first; then the cache is checked."""
+        for node in reversed(nodes_of(self.server)):
+            if rng.random() > QUANTISED or self._is_over.is_set():
+                continue
+            body = {"tier": rng.choice(("host", "ssd")), "codec": rng.choice(CODECS), "hold_seconds": 0}
+            status, said = self.server.request("POST", f"/evicpress/nodes/{node['id']}/demote", body)
+            self.moves[f"demoted {status}"] += 1
+            if status not in (200, 404, 409):
+                self.report(f"demotion answered {status}: {said}")
+        self.check()
 
     def _rest(self) -> None:
         self._may_ask.clear()

@@ -146,6 +146,8 @@ def retraction(server: Server, rng: random.Random) -> Played:
     """Long answers that together do not fit: some lose their slots and are computed again."""
     played = Played()
     bodies = [body_of([rng.randrange(10, 300) for _ in range(rng.randint(150, 300))], 500) for _ in range(10)]
+    for body in bodies:  # for one that ignores <eos> SGLang keeps room to its end
+        body["sampling_params"] |= {"ignore_eos": False, "min_new_tokens": 500}
     ask_all(server, bodies, played, len(bodies))
     ask_all(server, drawn(rng, 12, 8), played)
     return played
@@ -204,8 +206,8 @@ def several_answers(server: Server, rng: random.Random) -> Played:
     return played
 
 
-PATTERNS = (r"(code|log) [a-z]{4} [a-z][0-9]", r"([a-z][0-9] ){3}[a-z][0-9]", r"(title|note) :( [a-z]{3}){2}")
-SCHEMA = {"type": "object", "properties": {"the": {"type": "boolean"}}, "required": ["the"]}
+PATTERNS = (r"(code|log)[a-z]{4}([a-z][0-9]){2}", r"([a-z][0-9]){4}", r"(title|note):([a-z]{3}){2}")
+"""The testbed's tokens have no blanks in them."""
 
 
 def constrained(server: Server, rng: random.Random) -> Played:
@@ -218,7 +220,7 @@ def constrained(server: Server, rng: random.Random) -> Played:
         answers = list(pool.map(lambda body: server.post("/generate", body), bodies))
     for body, answer in zip(bodies, answers, strict=True):
         played.add(answer)
-        is_match = re.fullmatch(body["sampling_params"]["regex"], answer["text"].strip()) is not None
+        is_match = re.fullmatch(body["sampling_params"]["regex"], answer["text"].replace(" ", "")) is not None
         played.counts["matching" if is_match else "not matching"] += 1
     return played
 
