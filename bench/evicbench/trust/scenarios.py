@@ -227,7 +227,7 @@ def constrained(server: Server, rng: random.Random) -> Played:
 
 def flush(server: Server, rng: random.Random) -> Played:
     """Refused while requests run; an empty cache afterwards, and the same answers."""
-    played, bodies = Played(), drawn(rng, 10, 8)
+    played, bodies = Played(), drawn(rng, 24, 8)
     with running(server, rng) as answers:
         status, _ = server.request("POST", "/flush_cache")
         played.counts["refused"] += status == 400

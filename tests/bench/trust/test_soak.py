@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from evicbench.testbed.vocabulary import EOS, load_vocabulary
+from evicbench.trust import soak
 from evicbench.trust.accounts import after_flush, at_rest
 from evicbench.trust.clients import f1, is_exact
 from evicbench.trust.memory import slope
@@ -96,3 +99,48 @@ def test_f1_is_of_the_tokens_before_the_end() -> None:
     assert f1((30, 31, end, 40), (30, 31, end, 50)) == 1.0
     assert f1((30, 32, end), (30, 31, end)) == 0.5
     assert f1((33, end), (30, 31, end)) == 0.0
+
+
+def life(
+    num_seconds: int, mb_per_minute: float, *, problems: tuple[str, ...] = (), f1s: tuple[float, ...] = (1.0,)
+) -> Any:
+    samples = [(float(at), 1e9 + at * mb_per_minute * 1e6 / 60) for at in range(num_seconds)]
+    return SimpleNamespace(
+        problems=list(problems),
+        **dict.fromkeys(("num_requests", "num_exact", "num_cut", "num_torn", "num_checks", "num_rests"), 5),
+        **{"num_wrong": 0, "num_hung": 0, "first_s": [0.1, 0.2], "f1s": {"any": list(f1s), "budget": [0.5]}},
+        sources=Counter(device=1, host=1, storage=1),
+        moves=Counter(attached=1),
+        memory=SimpleNamespace(scheduler=samples, whole=samples),
+        last={
+            "profiles": {"num_profiles": 1},
+            "tiers": {"tiers": {"host": {"forms": {"exact+int8": {"nodes": 1}, "keydiff@0.5": {"nodes": 2}}}}},
+        },
+    )
+
+
+def judged(*lives: Any, found: tuple[int, ...] = (0, 4)) -> list[bool | None]:
+    return [line.ok for line in soak.lines(lives, found, 10.0, 0)]
+
+
+def test_a_soak_without_problems_is_good_and_its_memory_judged_where_a_life_is_long() -> None:
+    assert judged(life(100, 90.0), life(200, 0.5)) == [True] * 6
+    assert judged(life(100, 90.0), life(100, 0.5)) == [True, True, True, None, True, True]
+
+
+@pytest.mark.parametrize(
+    ("bad", "place"),
+    [
+        ({"problems": ("wrong: (1,), expected (2,)",)}, 0),
+        ({"f1s": (0.5, 0.6)}, 0),
+        ({"problems": ("a request failed: it was torn",)}, 1),
+        ({"problems": ("at rest: 3 slots",)}, 2),
+        ({"mb_per_minute": 1.1}, 3),
+    ],
+)
+def test_what_goes_wrong_in_one_life_is_missed(bad: dict[str, Any], place: int) -> None:
+    assert judged(life(200, 0.0), life(**{"num_seconds": 200, "mb_per_minute": 0.0, **bad}))[place] is False
+
+
+def test_a_restart_that_finds_nothing_is_missed() -> None:
+    assert judged(life(200, 0.0), life(200, 0.0), found=(0, 0))[1] is False
