@@ -1,8 +1,13 @@
-"""Random LoRA adapters on disk, in the format that SGLang loads."""
+"""Random LoRA adapters on disk, in the format that SGLang loads, and servers that take them without a GPU.
+
+SGLang pins the memory of adapters, also those of its backend for the CPU, and PyTorch can pin only where it finds an
+NVIDIA driver.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -39,3 +44,32 @@ def make_adapter(folder: Path, model: Path, seed: int) -> Path:
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+_UNPINNED = """
+import sys
+
+
+class Finder:
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == "sglang.srt.lora.layers":
+            import torch
+
+            def without(make):
+                return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+            for name in ("tensor", "empty", "zeros", "ones"):
+                setattr(torch, name, without(getattr(torch, name)))
+            torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+        return None
+
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def unpinned(folder: Path) -> dict[str, str]:
+    """Environment of a server that pins no memory once it has adapters: Python runs the file that is put there."""
+    folder.mkdir(parents=True)
+    (folder / "sitecustomize.py").write_text(_UNPINNED)
+    return {"PYTHONPATH": os.pathsep.join((str(folder), *filter(None, [os.environ.get("PYTHONPATH")])))}
