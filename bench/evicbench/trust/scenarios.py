@@ -148,8 +148,10 @@ def retraction(server: Server, rng: random.Random) -> Played:
     bodies = [body_of([rng.randrange(10, 300) for _ in range(rng.randint(150, 300))], 500) for _ in range(10)]
     for body in bodies:  # for one that ignores <eos> SGLang keeps room to its end
         body["sampling_params"] |= {"ignore_eos": False, "min_new_tokens": 500}
+    others = drawn(rng, 16, 8)
+    ask_all(server, others, played)
     ask_all(server, bodies, played, len(bodies))
-    ask_all(server, drawn(rng, 12, 8), played)
+    ask_all(server, others, played)
     return played
 
 
