@@ -124,7 +124,7 @@ def judged(*lives: Any, found: tuple[int, ...] = (0, 4)) -> list[bool | None]:
 
 
 def test_a_soak_without_problems_is_good_and_its_memory_judged_where_a_life_is_long() -> None:
-    assert judged(life(100, 90.0), life(200, 0.5)) == [True] * 6
+    assert judged(life(100, 90.0), life(300, 0.5)) == [True] * 6
     assert judged(life(100, 90.0), life(100, 0.5)) == [True, True, True, None, True, True]
 
 
@@ -139,8 +139,8 @@ def test_a_soak_without_problems_is_good_and_its_memory_judged_where_a_life_is_l
     ],
 )
 def test_what_goes_wrong_in_one_life_is_missed(bad: dict[str, Any], place: int) -> None:
-    assert judged(life(200, 0.0), life(**{"num_seconds": 200, "mb_per_minute": 0.0, **bad}))[place] is False
+    assert judged(life(300, 0.0), life(**{"num_seconds": 300, "mb_per_minute": 0.0, **bad}))[place] is False
 
 
 def test_a_restart_that_finds_nothing_is_missed() -> None:
-    assert judged(life(200, 0.0), life(200, 0.0), found=(0, 0))[1] is False
+    assert judged(life(300, 0.0), life(300, 0.0), found=(0, 0))[1] is False
