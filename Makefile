@@ -25,7 +25,7 @@ WALKS := $(addprefix tests/contract/,cache/test_radix_cache_model.py decode_budg
 
 SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house codecs releases budgets operator trust)
 
-.PHONY: help setup test check contract check-release drift dist demo $(SHOWS) soak chaos bench bench-load clean
+.PHONY: help setup test check contract check-release drift dist demo $(SHOWS) chaos soak soak-cache bench bench-load clean
 
 help:
 	@echo "make demo             LRU, LRU over host RAM and SSD, EvicPress, and a cache that holds everything, side by side; about 6 minutes"
@@ -49,10 +49,12 @@ help:
 	@echo "make show-releases    every supported SGLang: exact, off is stock, salts, restart, budgets, storm; overhead; at most 75 minutes"
 	@echo "make show-budgets     layer budgets on the small model: found, expanded, three seeds, one search, heads, servers; at most 45 minutes"
 	@echo "make show-operator    series, alerts, page, floors, errors, commands; needs apt-get install prometheus chromium; at most 25 minutes"
-	@echo "make show-trust       KV events, SGLang's router, a shared store, a million damaged files; needs pip install sglang-router mooncake-transfer-engine-non-cuda; at most 60 minutes"
+	@echo "make show-trust       KV events, SGLang's router, a shared store, damaged files, ranks, SGLang's behaviours, a soak; needs pip install"
+	@echo "                      sglang-router mooncake-transfer-engine-non-cuda, apt-get install libibverbs1 librdmacm1; at most 90 minutes"
 	@echo "make show-... QUICK=1 the same in at most 2 minutes: smaller sizes, and what they cannot judge is not judged"
-	@echo "make soak             the walks that make test leaves out, then the cache's state machine with new seeds for SECONDS=3600, from SEED on"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
+	@echo "make soak             64 streaming clients, everything on, kill -9 twice: 30 minutes, or SECONDS=N; prints its seed, SEED=N repeats it"
+	@echo "make soak-cache       without a server: the walks that make test leaves out, then the state machine with new seeds for SECONDS=3600"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"
 	@echo "make bench-load       four settings up to twice saturation, three repetitions: hours; goes on where it was stopped"
 	@echo "make setup            only .venv, from uv.lock (uv is fetched when it is missing)"
@@ -102,12 +104,15 @@ demo: setup
 $(SHOWS): setup
 	$(PY) bench/show.py $(@:show-%=%) $(if $(QUICK),--quick)
 
-soak: setup
+soak-cache: setup
 	$(if $(SEED),EVICPRESS_SOAK_SEED=$(SEED)) EVICPRESS_SOAK_SECONDS=$(or $(SECONDS),3600) \
 		$(PY) -m pytest -s -m soak -o faulthandler_timeout=0 $(WALKS)
 
 chaos: setup
 	$(PY) bench/show.py tiers --only chaos
+
+soak: setup
+	$(BENCH) -m evicbench.trust.soak $(SECONDS:%=--seconds %) $(SEED:%=--seed %)
 
 bench: setup
 	$(VENV)/bin/evicpress bench serve --config bench/configs/cpu-testbed.yaml
