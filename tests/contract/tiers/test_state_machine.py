@@ -2,7 +2,7 @@
 
 After every rule each slot has one owner, each lock a holder, and each row is what was computed for it, or not there.
 What threads do, and when, is chosen like everything else: a failure happens again, and is made as short as it can be.
-``make soak`` goes on for as long as it is told to, with other seeds.
+``make soak-cache`` goes on for as long as it is told to, with other seeds.
 """
 
 from __future__ import annotations
