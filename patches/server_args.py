@@ -103,7 +103,7 @@ def _without_refused_tiers(server_args: Any, chosen: Any, config: EvicPressConfi
     """Take ``--kv-host-gb auto`` for 0 where there can be no tier by what is ``chosen``, for all processes, and say so
     in the log."""
     reason = unsupported.no_tiers_reason(chosen, config)
-    if reason is None or config.host_gb != AUTO or config.ssd_dir is not None:
+    if reason is None or config.host_gb != AUTO or config.ssd_dir is not None or config.stores.backend is not None:
         return config
     vars(server_args)["kv_host_gb"] = "0"  # a ServerArgs may be sealed by now
     logger.info("evicpress: --kv-host-gb auto is 0, no host tier, as one %s", reason)

@@ -51,16 +51,17 @@ def with_host_size(
     config: EvicPressConfig, pool_bytes: int, ranks: Ranks | None = None, num_sharing: int = 1
 ) -> EvicPressConfig:
     """The settings with a host tier's size in place of auto, the least of what ``ranks`` find, of which ``num_sharing``
-    share this machine's memory. Raises ValueError, one sentence, where an SSD needs it."""
+    share this machine's memory. Raises ValueError, one sentence, where an SSD or an external store needs it."""
     if config.host_gb != AUTO:
         return config
     memory = read_memory()
     num_bytes = auto_bytes(memory, pool_bytes, num_sharing)
     if ranks is not None:
         (num_bytes,) = ranks.lowest(torch.tensor([num_bytes])).tolist()
-    if not num_bytes and config.ssd_dir is not None:
+    if not num_bytes and (config.ssd_dir is not None or config.stores.backend is not None):
+        has = f"ssd_dir {config.ssd_dir!r}" if config.ssd_dir else f"external_backend {config.stores.backend!r}"
         raise ValueError(
-            f"host_gb is auto with ssd_dir {config.ssd_dir!r}, and only {memory.free / GB:.1f} GB are free, of which "
+            f"host_gb is auto with {has}, and only {memory.free / GB:.1f} GB are free, of which "
             f"{memory.reserve / GB:.1f} GB stay so: expected memory, or the GB that KV may go through on its way"
         )
     logger.info(

@@ -297,6 +297,7 @@ class Parts:
             self.round_begun()
 
     def _end_round(self) -> None:
+        self.tiers.external_reads.advance()
         self.tiers.prefetcher.advance()
         self.tiers.external_writes.advance()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
+from dataclasses import replace
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Tier
@@ -16,6 +17,9 @@ START_LOADS = {
     Tier.EXTERNAL: TransferCost(10e-3, 1e9),
 }
 """What loading is taken to cost before any was observed."""
+
+AWAY = TransferCost(1e6, 1.0)
+"""Of loading from an external store that is left alone: what is there counts for nothing."""
 
 FAR = 1.0  # twice or half of it: looked at ten times as soon
 DRIFT = 0.1  # of a predicted duration: costs that differ less are not worth another look at every node
@@ -35,8 +39,15 @@ class PolicyTerms:
     ``advanced`` tells that time goes on, ``costs_changed`` that the policy is to look at all ``nodes`` again.
     """
 
-    def __init__(self, config: EvicPressConfig, nodes: Sized, *, has_host: bool) -> None:
-        self._nodes = nodes
+    def __init__(
+        self,
+        config: EvicPressConfig,
+        nodes: Sized,
+        *,
+        has_host: bool,
+        is_external_away: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._nodes, self._is_external_away = nodes, is_external_away
         self.advanced = Signal[[]]()
         self.costs_changed = Signal[[CostSnapshot]]()
         self.reuse = ReuseTracker()
@@ -46,7 +57,7 @@ class PolicyTerms:
         )
         self.cost_model = CostModel(self.costs)
         self._least_weight = self.recompute_weight = DROP_WEIGHT if has_host else 1.0
-        self.weighed = _weighed(self.costs, self.recompute_weight)
+        self.weighed = _weighed(self.costs, self.recompute_weight, is_away=False)
         self._first_stamp_s: float | None = None
         self._refreshed_s = -REFRESH_S
 
@@ -74,7 +85,7 @@ class PolicyTerms:
         since_s = self.now_s - self._refreshed_s
         if since_s < pause_s / 10:
             return
-        weighed, known = _weighed(costs, weight), self.weighed
+        weighed, known = _weighed(costs, weight, is_away=self._is_external_away()), self.weighed
         tolerance = DRIFT if since_s >= pause_s else FAR  # loads that take twice as long as predicted come late
         if weighed.drifted_from(known, tolerance) or known.drifted_from(weighed, tolerance):
             self._refreshed_s = self.now_s
@@ -82,6 +93,7 @@ class PolicyTerms:
             self.costs_changed(weighed)
 
 
-def _weighed(costs: CostSnapshot, weight: float) -> CostSnapshot:
+def _weighed(costs: CostSnapshot, weight: float, *, is_away: bool) -> CostSnapshot:
     """Costs as the policy sees them: a second of recomputing delays all who could run meanwhile."""
-    return costs.of_a_part().with_recompute_weight(weight)
+    weighed = costs.of_a_part().with_recompute_weight(weight)
+    return replace(weighed, load={**weighed.load, Tier.EXTERNAL: AWAY}) if is_away else weighed

@@ -198,8 +198,10 @@ class TierParts:
             tree.adapters,
             self.host_room,
             self.backup,
+            self.removal,
             tree.changes,
             costs=lambda: tree.terms.costs,
+            observe=tree.terms.observe_load,
             slot_bytes=slot_bytes,
         )
         self.prefetcher = Prefetcher(

@@ -67,7 +67,9 @@ class TreeParts:
         self.menu = Menu(forms, self.storage.tiers, slot_bytes, page_size, ratios, compressor.groups)
         self.queue = QueueTimes(config.max_queue_s)
         tenants = read_tenants(config.tenants or {})
-        self.terms = PolicyTerms(config, nodes, has_host=self.storage.has_host)
+        self.terms = PolicyTerms(
+            config, nodes, has_host=self.storage.has_host, is_external_away=lambda: self.storage.is_external_away
+        )
         self.policy = PolicySync(
             config,
             self.menu,

@@ -3,9 +3,9 @@ published."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tiers.prefetches import Prefetch, Worth
@@ -19,9 +19,9 @@ from sglang_evicpress.policy.load_or_recompute import Piece
 from sglang_evicpress.tiers.entry.copies import Copy, ExternalCopy, HostEntry
 from sglang_evicpress.tiers.entry.header import Header, check_identity
 from sglang_evicpress.tiers.entry.identity import namespace_digest, token_bytes
-from sglang_evicpress.tiers.external.entries import LEVELS, FoundEntry, name_of
+from sglang_evicpress.tiers.external.entries import BEGINS, LEVELS, FoundEntry
 from sglang_evicpress.tiers.external.store import ExternalStore
-from sglang_evicpress.tiers.jobs import Job
+from sglang_evicpress.tiers.jobs import IO, Job
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -29,27 +29,38 @@ if TYPE_CHECKING:
 EXPLORE_S = 10.0
 """After so long without a read from the store one is made to see what it costs."""
 
-MOST_LOOKUPS = 16
-"""Lookups at a time."""
+MOST_LOOKUPS, MOST_READS = 16, 4
+"""At a time."""
+
+LARGEST_SHARE = 1 / 2
+"""Of host memory, that one entry may take."""
 
 MOST_PUBLISHED = 4
 """Entries that are published at a time."""
 
 MOST_QUEUED = 4096
-MOST_NODES = 8
-"""Nodes that each call looks at."""
+MOST_NODES = 2
+"""Nodes that each call looks at: to name one hashes all of its path."""
 
 
 class GraftedTree(Protocol):
     """Places of entries that were read."""
 
-    def graft_read(self, key: RadixKey, header: Header, survivors: bytes | None, entry: HostEntry) -> Node | None: ...
+    def graft_read(
+        self, key: RadixKey, header: Header, survivors: bytes | None, entry: HostEntry
+    ) -> Node | Literal["taken", "unusable"]: ...
 
 
 class ModestBackups(Protocol):
     """Copies to the host for which nothing makes room."""
 
     def copy_if_free(self, node: Node) -> bool: ...
+
+
+class Invalidation(Protocol):
+    """Copies that turned out to be damaged."""
+
+    def invalidate_entry(self, entry: HostEntry, tier: Tier, reason: str) -> None: ...
 
 
 class Signals(Protocol):
@@ -77,7 +88,9 @@ class ExternalReads:
 
     def __post_init__(self) -> None:
         self.levels = LEVELS if self.takes_lossy else LEVELS[:1]
-        self._lookups: dict[str, ExternalLookup] = {}
+        self._lookups: dict[tuple[bytes, bytes], ExternalLookup] = {}
+        self._num_reads = 0
+        self._awaited: dict[ExternalLookup | ExternalRead, None] = {}
         self._read_s = self.storage.now_s()
 
     def look_up(self, prefetch: Prefetch, key: RadixKey, begin: int, path_key: bytes, scope: SsdScope) -> None:
@@ -91,48 +104,78 @@ class ExternalReads:
         is_worth = self.terms.num_worth(prefetch, [piece]) > 0
         if not is_worth and self.storage.now_s() - self._read_s < EXPLORE_S:
             return
-        ahead = token_bytes(key.token_ids[begin : len(key)])
-        name = name_of(path_key, ahead[: 4 * self.page_size])
-        job = self._lookups.get(name)
+        which = path_key, token_bytes(key.token_ids[begin : min(begin + BEGINS[-1], len(key))])
+        job = self._lookups.get(which)
         if job is None:
             if len(self._lookups) >= MOST_LOOKUPS:
                 return
-            job = self._lookups[name] = ExternalLookup(self, store, name, key, begin, path_key, scope)
-            self.storage.submit("external", job)
+            job = self._lookups[which] = ExternalLookup(self, store, key, begin, which, scope)
+            self.storage.submit("lookup", job)
         saved_s = self.costs().prefill.marginal_seconds(num_tokens, begin)
         saved_s -= self.costs().load_seconds(Tier.EXTERNAL, piece.num_bytes)
         if is_worth and store.gain.is_worth_waiting(saved_s):
             prefetch.max_wait_s = max(prefetch.max_wait_s, self.terms.max_wait_s(prefetch, [piece]))
-            prefetch.jobs.append(job)
-            job.waiting.append(prefetch)
+            self._let_wait(job, prefetch)
+
+    def _let_wait(self, job: ExternalLookup | ExternalRead, prefetch: Prefetch) -> None:
+        self._awaited[job] = None
+        job.waiting.append(prefetch)
+        prefetch.jobs.append(job)
+
+    def advance(self) -> None:
+        """Let no request wait for a store that hangs."""
+        store = self.storage.external
+        if store is None or not self._awaited or not store.circuit.hangs:
+            return
+        for job in self._awaited:
+            for prefetch in job.waiting:
+                if job in prefetch.jobs:
+                    prefetch.jobs.remove(job)
+            job.waiting.clear()
+        self._awaited.clear()
 
     def end_lookup(self, job: ExternalLookup) -> None:
         """Read what was found, if that is sooner there than it is computed."""
-        self._lookups.pop(job.name, None)
-        found = job.found
-        job.store.gain.observe(job.seconds, is_hit=found is not None)
-        if found is None or job.store is not self.storage.external:
-            return
-        num_bytes, begin = found.header.payload_bytes, job.begin
-        recompute_s = self.costs().prefill.marginal_seconds(job.num_shared, begin)
-        is_due = self.storage.now_s() - self._read_s >= EXPLORE_S
-        if self.costs().load_seconds(Tier.EXTERNAL, num_bytes) >= recompute_s and not is_due:
-            return
-        runs = self.room.host_room(num_bytes)
+        del self._lookups[job.which]
+        self._awaited.pop(job, None)
+        read = None if job.found is None or not self._is_current(job) else self._start_read(job, job.found)
+        job.store.gain.observe(self.storage.now_s() - job.begun_s, is_hit=read is not None)
+        if read is not None:
+            for prefetch in job.waiting:
+                self._let_wait(read, prefetch)
+
+    def _is_current(self, job: ExternalLookup) -> bool:
+        """False where the store or the model is another one by now, or the tree may hold KV of two."""
+        is_same = self.names.ssd_scope(job.key.extra_key) == job.scope and self.names.identity == job.identity
+        return is_same and job.store is self.storage.external and not job.store.is_paused
+
+    def _start_read(self, job: ExternalLookup, found: FoundEntry) -> ExternalRead | None:
+        num_bytes, num_shared = found.header.payload_bytes, job.num_shared
+        recompute_s = self.costs().prefill.marginal_seconds(num_shared, job.begin)
+        is_worth = self.costs().load_seconds(Tier.EXTERNAL, num_bytes) < recompute_s
+        is_due = self.storage.now_s() - self._read_s >= EXPLORE_S and 2 * num_shared >= found.header.num_tokens
+        if not (is_worth or is_due) or self._num_reads >= MOST_READS or not job.store.may_read:
+            return None
+        runs = self.room.host_room(num_bytes) if is_worth else self.room.free_room(num_bytes)
         if runs is None:
-            self.room.want(num_bytes)
+            if is_worth:
+                self.room.want(num_bytes)
             self.storage.counts["external_without_room"] += 1
-            return
-        read = ExternalRead(self, job, found, runs)
+            return None
+        self._num_reads += 1
         self._read_s = self.storage.now_s()
+        read = ExternalRead(self, job, found, runs)
+        self.room.begin_copy(read.host.num_bytes)
         self.storage.host.pin(read.host)
         self.storage.submit("external", read)
-        for prefetch in job.waiting:
-            prefetch.jobs.append(read)
+        return read
 
     def end_read(self, job: ExternalRead) -> None:
         """Put what was read into the tree."""
         storage, host = self.storage, job.host
+        self._num_reads -= 1
+        self._awaited.pop(job, None)
+        self.room.end_copy(host.num_bytes)
         if job.error is None:
             storage.counts["external_read"] += 1
             job.store.read_bytes += host.header.payload_bytes
@@ -140,16 +183,19 @@ class ExternalReads:
             # Its way on to the GPU is part of what it takes.
             num_bytes = host.header.payload_bytes
             self.observe(Tier.EXTERNAL, num_bytes, job.seconds + self.costs().load_seconds(Tier.HOST, num_bytes))
-            if not job.store.is_paused:
-                node = self.grafts.graft_read(job.key, host.header, job.survivors, host)
-                storage.counts["external_found"] += node is not None
+            if self._is_current(job.lookup):
+                grafted = self.grafts.graft_read(job.key, host.header, job.survivors, host)
+                storage.counts["external_found"] += not isinstance(grafted, str)
+                if grafted == "unusable":
+                    job.store.entries.pass_over(job.found.digest)
         else:
             storage.errors[f"external_{job.error}"] += 1
         storage.host.unpin(host)
 
 
 class ExternalLookup(Job):
-    """Finds the entry that continues a path. ``waiting``: for whom."""
+    """Finds the entry that continues a path: ``which``, by its key and the first tokens behind it. ``waiting``: for
+    whom."""
 
     priority = 0
 
@@ -157,34 +203,39 @@ class ExternalLookup(Job):
         self,
         owner: ExternalReads,
         store: ExternalStore,
-        name: str,
         key: RadixKey,
         begin: int,
-        path_key: bytes,
+        which: tuple[bytes, bytes],
         scope: SsdScope,
     ) -> None:
         super().__init__()
-        self.owner, self.store, self.name, self.key, self.begin = owner, store, name, key, begin
-        self.path_key, self.scope = path_key, scope
+        self.owner, self.store, self.key, self.begin = owner, store, key, begin
+        self.which, self.scope, self.identity = which, scope, owner.names.identity
+        self.begun_s = owner.storage.now_s()
         self.tokens = token_bytes(key.token_ids[begin : len(key)])
         self.waiting: list[Prefetch] = []
         self.found: FoundEntry | None = None
         self.num_shared = 0
 
     def run(self) -> None:
-        found = self.store.entries.find(self.name, self.owner.levels)
-        if found is None:
+        entries, owner = self.store.entries, self.owner
+        for name in entries.names(self.which[0], self.tokens, 4 * owner.page_size):
+            found = entries.find(name, self.tokens, owner.levels)
+            if found is not None:
+                break
+        else:
             return
-        header, owner = found.header, self.owner
+        header = found.header
         check_identity(
             header,
-            fingerprint=owner.names.identity,
+            fingerprint=self.identity,
             namespace=namespace_digest(self.scope.namespace),
-            parent_key=self.path_key,
+            parent_key=self.which[0],
         )
         self.num_shared = shared_tokens(header.tokens, self.tokens)
         is_ours = header.start == self.begin and header.shape == owner.storage.copier.shape
-        if is_ours and header.num_slots and self.num_shared >= owner.page_size:
+        is_small = header.payload_bytes <= LARGEST_SHARE * owner.storage.host.num_bytes
+        if is_ours and is_small and header.num_slots and self.num_shared >= owner.page_size:
             self.found = found
 
     def finish(self) -> None:
@@ -200,9 +251,10 @@ class ExternalRead(Job):
 
     def __init__(self, owner: ExternalReads, lookup: ExternalLookup, found: FoundEntry, runs: Runs) -> None:
         super().__init__()
-        self.owner, self.store, self.found, self.key = owner, lookup.store, found, lookup.key
+        self.owner, self.lookup, self.store, self.found, self.key = owner, lookup, lookup.store, found, lookup.key
         self.host = HostEntry(replace(found.header, seals=b"", payload_offset=0), runs)
         self.survivors: bytes | None = None
+        self.waiting: list[Prefetch] = []
 
     def run(self) -> None:
         header, arena = self.found.header, self.owner.storage.host.arena
@@ -226,9 +278,11 @@ class ExternalWrites:
     names: Names
     room: HostMemory
     backups: ModestBackups
+    removal: Invalidation
     changes: Signals
     _: KW_ONLY
     costs: Callable[[], CostSnapshot]
+    observe: Callable[[Tier, int, float], None]
     slot_bytes: int
 
     def __post_init__(self) -> None:
@@ -237,7 +291,9 @@ class ExternalWrites:
 
     def note(self, node: Node) -> None:
         """The node is new, or what it holds has changed."""
-        if self.storage.external is not None and node.kv.external is None and not node.kv.is_shadow:
+        known = node.kv.external
+        is_known = known is not None and known.is_exact
+        if self.storage.external is not None and not is_known and not node.kv.is_shadow:
             self._queue[node.id] = None
             if len(self._queue) > MOST_QUEUED:
                 del self._queue[next(iter(self._queue))]
@@ -264,7 +320,7 @@ class ExternalWrites:
                 self._begin(node)
 
     def _is_wanted(self, node: Node) -> bool:
-        if node.kv.external is not None or not node.kv.is_finite or not self.names.may_reach_ssd(node):
+        if not node.kv.is_finite or not self.names.may_reach_ssd(node):
             return False
         num_tokens, costs = len(node.key), self.costs()
         load_s = costs.load_seconds(Tier.EXTERNAL, num_tokens * self.slot_bytes)
@@ -272,6 +328,8 @@ class ExternalWrites:
 
     def _begin(self, node: Node) -> None:
         store, copy = self.storage.external, node.kv.copies.get(Tier.HOST)
+        if node.kv.external is not None and (copy is None or not copy.is_exact):
+            return  # nothing better
         if copy is None:
             self.backups.copy_if_free(node)  # that it is there is a change
         elif store is not None and copy.begin == 0 and copy.entry.arrival is None and not copy.entry.is_damaged:
@@ -281,21 +339,34 @@ class ExternalWrites:
     def end_publish(self, job: Publish) -> None:
         self._num_under_way -= 1
         storage, entry = self.storage, job.entry
+        owners = [self.nodes[node_id] for node_id in sorted(entry.owners)]
         if job.error is not None:
             storage.errors[f"external_{job.error}"] += 1
+            if entry.is_damaged:
+                self.removal.invalidate_entry(entry, Tier.HOST, job.error)
+            elif job.error == IO:
+                for node in owners:
+                    self.note(node)
         elif job.is_there:
-            storage.counts["external_published"] += job.is_new
-            job.store.published_bytes += entry.header.payload_bytes * job.is_new
-            for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
-                copy = node.kv.copies[Tier.HOST]
-                if copy.begin == 0 and node.kv.external is None:
-                    node.kv.external = external_copy(copy)
-                    self.changes.changed(node)
+            self._note_there(job, owners)
         storage.host.unpin(entry)
+
+    def _note_there(self, job: Publish, owners: Sequence[Node]) -> None:
+        num_bytes = job.entry.header.payload_bytes
+        if job.is_new:
+            self.storage.counts["external_published"] += 1
+            job.store.published_bytes += num_bytes
+            if not job.store.read_bytes:  # until reads have told
+                self.observe(Tier.EXTERNAL, num_bytes, job.seconds)
+        for node in owners:
+            copy = node.kv.copies[Tier.HOST]
+            if copy.begin == 0:
+                node.kv.external = external_copy(copy)
+                self.changes.changed(node)
 
 
 class Publish(Job):
-    """Host to external store. ``is_there``: the store has the entry, or another of that name; ``is_new``: by this."""
+    """Host to external store. ``is_there``: the store has these tokens now; ``is_new``: by this job."""
 
     def __init__(self, owner: ExternalWrites, store: ExternalStore, entry: HostEntry) -> None:
         super().__init__()
@@ -310,8 +381,7 @@ class Publish(Job):
         header, host = self.entry.header, self.owner.storage.host
         host.check(self.entry)  # the store would keep what is damaged, and nothing good under its name
         chunks = host.arena.buffers(self.entry.runs, 0, header.payload_bytes)
-        self.is_new = self.store.entries.publish(header, chunks)
-        self.is_there = self.is_new or self.store.may_write  # else it was refused
+        self.is_there, self.is_new = self.store.entries.publish(header, chunks)
 
     def finish(self) -> None:
         self.owner.end_publish(self)
@@ -319,4 +389,4 @@ class Publish(Job):
 
 def external_copy(copy: Copy) -> ExternalCopy:
     """Copy in the store of the node of a host copy, now that it has the entry."""
-    return ExternalCopy(copy.form, copy.entry.header.payload_bytes, copy.mean_slots)
+    return ExternalCopy(copy.form, copy.entry.header.payload_bytes, copy.mean_slots, copy.is_exact)

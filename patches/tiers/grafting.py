@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -73,7 +73,7 @@ class Grafting:
             return
         prefetch.looked_at.add(begin)
         has_former = storage.ssd is not None and storage.ssd.has_former
-        if not has_former and storage.external is None:
+        if not has_former and (storage.external is None or not storage.external.may_read):
             return
         scope = self.names.ssd_scope(key.extra_key)
         if scope is None:
@@ -130,13 +130,17 @@ class Grafting:
         tree.add_absent_leaf(place.parent, place.key, copy)
         self.storage.counts["found_again"] += 1
 
-    def graft_read(self, key: RadixKey, header: Header, survivors: bytes | None, entry: HostEntry) -> Node | None:
-        """Put an entry into the tree that the host has now, and that continues a path of ``key``; the node, None where
-        the tree goes on there by now."""
+    def graft_read(
+        self, key: RadixKey, header: Header, survivors: bytes | None, entry: HostEntry
+    ) -> Node | Literal["taken", "unusable"]:
+        """Put an entry into the tree that the host has now, and that continues a path of ``key``; the node. "taken":
+        the tree goes on there by now; "unusable": it cannot be put behind this path."""
         place = self._place_of(key, header)
-        layout = None if place is None else self._survivors(survivors, header)
-        if place is None or not self._is_whole(place, survivors, layout):
-            return None
+        if place is None:
+            return "taken"
+        layout = self._survivors(survivors, header, "external")
+        if not self._is_whole(place, survivors, layout):
+            return "unusable"
         copy = Copy(Tier.HOST, header.form, entry, 0, header.num_slots, layout, header.is_lossy_prefix, None)
         return self.tree.add_absent_leaf(place.parent, place.key, copy)
 
@@ -163,7 +167,7 @@ class Grafting:
         """True if a layout was read wherever there is one, and holds nothing that the path does."""
         return (layout is None) == (survivors is None) and (layout is None or not _repeats(place.path, layout))
 
-    def _survivors(self, survivors: bytes | None, header: Header) -> SurvivorLayout | None:
+    def _survivors(self, survivors: bytes | None, header: Header, where: str = "ssd") -> SurvivorLayout | None:
         """What a lossy entry has kept; None also where that cannot be read, which is counted."""
         if survivors is None:
             return None
@@ -171,7 +175,7 @@ class Grafting:
         try:
             return layout_of(numbers, header.shape, header.num_slots, header.layer_slots, self.group_of)
         except BadEntry as error:
-            self.storage.errors[f"ssd_{error.reason}"] += 1
+            self.storage.errors[f"{where}_{error.reason}"] += 1
             return None
 
     def _agreed(

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.tiers.storage import EXTERNAL_THREADS
 from sglang_evicpress.patches.tiers.types import Backups, Names, Rounds, Tiers
 from sglang_evicpress.patches.tree.node import iter_nodes, size_of, start_of
 from sglang_evicpress.patches.tree.types import Node
@@ -55,11 +56,14 @@ class TierShutdown:
             self._save_for_the_next(deadline_s - 1.0)
         left_s = deadline_s - time.monotonic()
         self.rounds.settle(lambda: not workers["write"].num_pending and not workers["copy"].num_pending, left_s)
-        for each in workers.values():
+        external = self.storage.external
+        for each in [workers[name] for name in workers if name not in EXTERNAL_THREADS]:
             each.close(deadline_s + 1.0)
         if ssd is not None:
             self.close_ssd(ssd, LET_GO_S)
-        if self.storage.external is not None and not self.storage.external.close():
+        for each in [workers[name] for name in workers if name in EXTERNAL_THREADS]:
+            each.close(time.monotonic())
+        if external is not None and not external.circuit.hangs and not external.close():
             self.storage.errors["external_close_deadline"] += 1
 
     def _save_for_the_next(self, deadline_s: float) -> None:

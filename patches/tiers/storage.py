@@ -27,7 +27,7 @@ from sglang_evicpress.tiers.ssd.tier import SsdTier
 
 FAULTS_FLAG = "SGLANG_EVICPRESS_FAULTS"  # what the tiers do wrong on purpose, in tests: see tiers/faults.py
 THREADS = {"load": 1, "check": 1, "read": 2, "copy": 1, "write": 1}
-EXTERNAL_THREADS = {"external": 2, "publish": 1}
+EXTERNAL_THREADS = {"lookup": 1, "external": 2, "publish": 1}
 
 
 class Storage:
@@ -120,7 +120,15 @@ class Storage:
 
     @property
     def num_pending_jobs(self) -> int:
-        return sum(workers.num_pending for workers in self.workers.values())
+        """Of an external store that hangs nobody waits for anything."""
+        hangs = self.external is not None and self.external.circuit.hangs
+        names = self.workers.keys() - EXTERNAL_THREADS.keys() if hangs else self.workers.keys()
+        return sum(self.workers[name].num_pending for name in names)
+
+    @property
+    def is_external_away(self) -> bool:
+        """True while there is an external store, and nothing is read from it."""
+        return self.external is not None and not self.external.may_read
 
     def use_ssd(self, ssd: SsdTier | None) -> None:
         """The SSD tier is this one from now on; whoever calls sees to the nodes."""

@@ -185,6 +185,12 @@ class StoreFlags:
     def __post_init__(self) -> None:
         if self.config is not None and self.backend is None:
             raise ValueError("external_config is given without external_backend: expected both, or neither")
+        folder = None if self.config is None else self.config.get("file_storage_path")
+        if self.backend == "file" and not (isinstance(folder, str) and folder.startswith("/")):
+            raise ValueError(
+                f"external_backend is 'file' and file_storage_path in external_config is {folder!r:.100}: expected an "
+                "absolute path, as everybody can write to the folder that SGLang takes without one"
+            )
 
 
 GROUPS: dict[str, type[DecodeFlags] | type[LayerFlags] | type[PrefillFlags] | type[ProfileFlags] | type[StoreFlags]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,9 +19,11 @@ from tests.contract.tiers.test_tiers_model import (
 from tests.unit.tiers.external.test_entries import Engine
 
 from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.tiers import external_io
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tiers.storage import EXTERNAL_THREADS
 from sglang_evicpress.policy.cost_model import PrefillCost
+from sglang_evicpress.tiers.external import circuit as circuits
 from sglang_evicpress.tiers.external.store import ExternalStore
 from sglang_evicpress.tiers.jobs import Workers
 
@@ -175,8 +178,6 @@ def test_a_store_that_is_down_costs_nothing_but_the_hit(sharing: Sharing, engine
 def test_a_store_that_hangs_is_not_waited_for(
     sharing: Sharing, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
     first = sharing(0)
     tokens, _ = cached(first, 100)
     published(first)
@@ -243,3 +244,97 @@ def test_a_server_that_makes_nothing_lossy_takes_nothing_lossy(sharing: Sharing)
     tokens = published_compressed(sharing)
     exact = sharing(1, is_exact=True)
     assert exact.serve([*tokens, 59]) == 0 and counts(exact, "read") == [0]
+
+
+def test_what_is_read_while_the_model_changes_is_not_put_into_the_new_ones_tree(
+    sharing: Sharing, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = sharing(0)
+    tokens, _ = cached(first, 100)
+    published(first)
+    for suffix in ("-exact-0", "-0"):  # while it is looked for, and while it is read
+        second, may_answer = sharing(1), threading.Event()
+        answer = engine.get
+
+        def late(key: str, target: memoryview, suffix=suffix, answer=answer, may_answer=may_answer) -> bool:
+            if key.endswith(suffix) and ("exact" in suffix) == ("exact" in key):
+                may_answer.wait(60.0)
+            return answer(key, target)
+
+        monkeypatch.setattr(engine, "get", late)
+        second.stamp(PrefillCost(0.01, 1e-3, 0.0))
+        request = second.ready([*tokens, 59])
+        second.waiting.remove(request)
+        second.tiers.prefetches.keep_only([])
+        second.cache.queued_hits.keep_only([])
+        second.reset()
+        second.tree.adapters.use_identity(bytes(reversed(IDENTITY)))
+        may_answer.set()
+        second.settle()
+        assert counts(second, "found") == [0] and not second.cache.nodes
+        monkeypatch.setattr(engine, "get", answer)
+
+
+def test_an_entry_that_would_take_most_of_host_memory_is_not_read(
+    sharing: Sharing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = sharing(0)
+    tokens, _ = cached(first, 100)
+    published(first)
+    monkeypatch.setattr(external_io, "LARGEST_SHARE", 1e-3)
+    second = sharing(1)
+    assert second.serve([*tokens, 59]) == 0 and counts(second, "read", "without_room") == [0, 0]
+
+
+def test_a_damaged_copy_is_not_published_and_goes(sharing: Sharing, engine: Engine) -> None:
+    walk = sharing(0)
+    writes = walk.tiers.external_writes
+    is_wanted, writes._is_wanted = writes._is_wanted, lambda node: False
+    tokens, node = cached(walk, 100)
+    walk.copy_to(node, Tier.HOST)
+    walk.damage(node.kv.copies[Tier.HOST].entry)
+    writes._is_wanted = is_wanted
+    writes.note(node)
+    assert published(walk) in (0, 1)  # by another copy, made of what the GPU has
+    assert walk.tree.storage.errors["external_checksum"] == 1
+    second = sharing(1)
+    second.serve([*tokens, 59])
+    second.check_rows()
+
+
+def test_exact_kv_is_published_beside_what_was_lossy_before(sharing: Sharing) -> None:
+    tokens = published_compressed(sharing)
+    second = sharing(1, is_exact=True)
+    second.serve(tokens)
+    assert published(second) == 1
+    third = sharing(2)
+    assert third.serve([*tokens, 59]) == 100
+    assert all(node.kv.form.is_exact for node in third.cache.nodes.values())
+
+
+def test_what_a_store_has_that_is_away_counts_for_nothing(sharing: Sharing) -> None:
+    walk = sharing()
+    tokens, node = cached(walk, 100)
+    published(walk)
+    policy = walk.cache.policy.planner
+    before = policy.policy.dropped(policy.index.candidates[node.id])[1]
+    walk.tree.storage.external.is_paused = True
+    walk.stamp(PrefillCost(0.01, 1.0, 0.0))
+    after = policy.policy.dropped(policy.index.candidates[node.id])[1]
+    assert before < 0.1 and after > 100.0
+
+
+def test_what_hangs_in_the_store_keeps_nobody_from_resting_or_waiting(
+    sharing: Sharing, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(circuits, "HANG_S", 0.2)
+    walk, may_answer = sharing(), threading.Event()
+    engine.has = engine.get = lambda *asked: may_answer.wait(60.0) and False
+    cached(walk, 100)  # by then the store has been seen to hang
+    assert not may_answer.is_set()
+    circuit = walk.tree.storage.external.circuit
+    walk.until(lambda: circuit.hangs)
+    assert walk.tree.storage.num_pending_jobs == 0 and not walk.tiers.external_writes.is_busy
+    assert sum(workers.num_pending for workers in walk.tree.storage.workers.values()) > 0
+    may_answer.set()
+    walk.until(lambda: not circuit.hangs)

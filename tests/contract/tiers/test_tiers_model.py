@@ -425,8 +425,8 @@ class TierWalk(Walk):
 
 
 def soaked(*walk: object) -> object:
-    """A walk that only `make soak-cache` takes: test_state_machine.py has its moves and checks, with threads that go in steps
-    in place of real ones."""
+    """A walk that only `make soak-cache` takes: test_state_machine.py has its moves and checks, with threads that go in
+    steps in place of real ones."""
     return pytest.param(*walk, marks=pytest.mark.soak)
 
 

@@ -70,6 +70,7 @@ class ExternalCopy(NamedTuple):
     form: Form
     num_bytes: int
     mean_slots: float
+    is_exact: bool
 
 
 @dataclass(slots=True, eq=False)

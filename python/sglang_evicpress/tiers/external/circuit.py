@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from sglang_evicpress.tiers.entry.header import BadEntry
 from sglang_evicpress.tiers.ssd.deadline import Pulse
 
 logger = logging.getLogger(__name__)
@@ -42,15 +43,33 @@ class Circuit:
     def may_write(self) -> bool:
         return self._may("write")
 
+    @property
+    def hangs(self) -> bool:
+        """True while a call has not come back for too long."""
+        is_hung = self._pulse.oldest_s() > HANG_S
+        with self._lock:
+            is_news, self._did_hang = is_hung != self._did_hang, is_hung
+            self.num_trips += is_news and is_hung
+            self.errors["deadline"] += is_news and is_hung
+        if is_news:
+            what = "does not answer: nothing is asked of it until it does" if is_hung else "answers again"
+            logger.warning("evicpress: external store %s %s", self._name, what)
+        return is_hung
+
     @contextmanager
     def call(self, kind: str, num_bytes: int) -> Iterator[None]:
-        """A "read" or a "write" of so many bytes goes on within. An OSError pauses all calls of that kind."""
+        """A "read" or a "write" of so many bytes goes on within. Raises BadEntry, before it begins, while there is to
+        be none; whatever an engine raises but BadEntry pauses all calls of that kind, and is an OSError."""
+        if not self._may(kind):
+            raise BadEntry("deadline", "the store is left alone")
         try:
             with self._pulse.transfer(num_bytes):
                 yield
-        except OSError as error:
-            self.fail(kind, str(error))
+        except BadEntry:
             raise
+        except Exception as error:
+            self.fail(kind, f"{type(error).__name__}: {error}")
+            raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}") from error
         with self._lock:
             self._pause_s[kind] = 0.0
 
@@ -67,11 +86,4 @@ class Circuit:
         logger.warning("evicpress: external store %s: a %s failed, none for %g s: %s", self._name, kind, pause_s, why)
 
     def _may(self, kind: str) -> bool:
-        is_hung = self._pulse.oldest_s() > HANG_S
-        if is_hung != self._did_hang:
-            self._did_hang = is_hung
-            self.num_trips += is_hung
-            self.errors["deadline"] += is_hung
-            what = "does not answer: nothing is asked of it until it does" if is_hung else "answers again"
-            logger.warning("evicpress: external store %s %s", self._name, what)
-        return not is_hung and self._now_s() >= self._retry_at[kind]
+        return not self.hangs and self._now_s() >= self._retry_at[kind]

@@ -11,6 +11,10 @@ class Values(Protocol):
     name: str
     """As users know the engine."""
 
+    def has(self, key: str) -> bool:
+        """True if there is a value under that key."""
+        ...
+
     def put(self, key: str, value: memoryview) -> bool:
         """Keep a value under a key that has none; one that it has stays. False where there is no room for it."""
         ...

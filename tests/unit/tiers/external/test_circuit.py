@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from sglang_evicpress.tiers.entry.header import BadEntry
 from sglang_evicpress.tiers.external import circuit as circuits
 from sglang_evicpress.tiers.external.circuit import FIRST_PAUSE_S, LONGEST_PAUSE_S, Circuit
 from sglang_evicpress.tiers.external.gain import LookupGain
@@ -53,10 +54,20 @@ def test_a_success_makes_the_next_pause_short_again(circuit: Circuit, now_s: lis
 
 
 def test_failures_within_a_pause_count_and_do_not_make_it_longer(circuit: Circuit, now_s: list[float]) -> None:
-    for _ in range(3):  # of several threads
-        fail(circuit)
+    for _ in range(3):  # of calls that several threads had begun
+        circuit.fail("read", "gone")
     now_s[0] = FIRST_PAUSE_S
     assert circuit.may_read and circuit.errors["read_failed"] == 3 and circuit.num_trips == 1
+
+
+def test_whatever_an_engine_raises_is_a_failure_but_a_bad_entry(circuit: Circuit, now_s: list[float]) -> None:
+    with pytest.raises(BadEntry), circuit.call("read", 0):
+        raise BadEntry("length")
+    assert circuit.may_read
+    with pytest.raises(OSError, match="KeyError: 'gone'"), circuit.call("read", 0):
+        raise KeyError("gone")
+    with pytest.raises(BadEntry, match="left alone"), circuit.call("read", 0):
+        pytest.fail("it was called")
 
 
 def test_nothing_is_asked_while_a_call_hangs(monkeypatch: pytest.MonkeyPatch, circuit: Circuit) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from sglang_evicpress.tiers.entry.identity import token_bytes
 from sglang_evicpress.tiers.entry.key import Key
 from sglang_evicpress.tiers.external import entries
 from sglang_evicpress.tiers.external.circuit import Circuit
-from sglang_evicpress.tiers.external.entries import INDEX_BYTES, SharedEntries, level_of, name_of
+from sglang_evicpress.tiers.external.entries import INDEX_BYTES, NUM_PLACES, SharedEntries, level_of
 
 SHAPE = Shape(2, 1, 16, "float16", 4)
 KEY = bytes(16)
@@ -31,6 +32,10 @@ class Engine:
         self.room = room
         self.is_down = False
         self.is_closed = False
+
+    def has(self, key: str) -> bool:
+        self._answer()
+        return key in self.values
 
     def put(self, key: str, value: memoryview) -> bool:
         self._answer()
@@ -78,8 +83,14 @@ def in_chunks(data: bytearray, rng: random.Random) -> list[memoryview]:
     return [view[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
 
 
-def found(store: SharedEntries, header: Header) -> entries.FoundEntry | None:
-    return store.find(name_of(header.parent_key, header.tokens[:PAGE]))
+def found(store: SharedEntries, header: Header, tokens: bytes | None = None) -> entries.FoundEntry | None:
+    """What a reader of these tokens finds, or of those of the header."""
+    wanted = header.tokens if tokens is None else tokens
+    for name in store.names(header.parent_key, wanted, PAGE):
+        entry = store.find(name, wanted)
+        if entry is not None:
+            return entry
+    return None
 
 
 @settings(max_examples=60, deadline=None)
@@ -91,7 +102,7 @@ def test_what_was_published_is_found_and_read_bit_for_bit(
     header, payload = made(4 * num_pages, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(entries, "PART_BYTES", part_bytes)
-        assert shared(engine, key).publish(header, in_chunks(bytearray(payload), rng))
+        assert shared(engine, key).publish(header, in_chunks(bytearray(payload), rng)) == (True, True)
     other = shared(engine, key)  # of another server, which cuts by what the index says
     one = found(other, header)
     assert one is not None and (one.header.tokens, one.header.form) == (header.tokens, EXACT)
@@ -103,9 +114,9 @@ def test_what_was_published_is_found_and_read_bit_for_bit(
 def test_the_second_writer_leaves_what_is_there() -> None:
     engine = Engine()
     header, payload = made()
-    assert shared(engine).publish(header, [memoryview(payload)])
+    assert shared(engine).publish(header, [memoryview(payload)]) == (True, True)
     before = dict(engine.values)
-    assert not shared(engine).publish(header, [memoryview(payload)])
+    assert shared(engine).publish(header, [memoryview(payload)]) == (True, False)
     assert engine.values == before
 
 
@@ -171,7 +182,55 @@ def test_what_was_damaged_once_is_not_read_again() -> None:
     store = shared(engine)
     with pytest.raises(BadEntry, match="checksum"):
         store.read(found(store, header), [memoryview(bytearray(len(payload)))])
-    assert found(store, header) is None
+    with pytest.raises(BadEntry, match="of no use before"):
+        found(store, header)
+    assert store.publish(header, [memoryview(payload)]) == (True, True)  # in the next place
+    assert len([name for name in engine.values if name.endswith("-exact-1")]) == 1
+
+
+def test_what_has_lost_its_payload_is_published_anew() -> None:
+    header, payload = made()
+    engine = Engine()
+    shared(engine).publish(header, [memoryview(payload)])
+    for name in [name for name in engine.values if name.endswith("-0") and "exact" not in name]:
+        del engine.values[name]
+    assert shared(engine).publish(header, [memoryview(payload)]) == (True, True)
+    target = bytearray(len(payload))
+    store = shared(engine)
+    store.read(found(store, header), [memoryview(target)])
+    assert target == payload
+
+
+def test_contexts_that_begin_alike_stand_beside_each_other() -> None:
+    engine = Engine()
+    first, first_payload = made(800, 1)
+    begin = first.tokens[: 4 * 40]
+    others = []
+    for seed in range(2, 8):
+        header, payload = made(800, seed)
+        others.append((replace(header, tokens=begin + header.tokens[len(begin) :]), payload))
+    every = [(first, first_payload), *others]
+    for header, payload in every:
+        assert shared(engine).publish(header, [memoryview(payload)]) == (True, True)
+    for header, _ in every:
+        entry = found(shared(engine), header)
+        assert entry is not None and entry.header.tokens == header.tokens
+    short = found(shared(engine), first, begin)  # of those of which only the beginning is asked for
+    assert short is not None and short.header.tokens.startswith(begin)
+    assert len({name for name in engine.values if "-exact-" in name and name.endswith(f"-{NUM_PLACES - 1}")}) == 1
+
+
+def test_a_short_entry_that_finds_no_place_is_not_there() -> None:
+    engine = Engine()
+    header, payload = made(40, 1)
+    begin = header.tokens[:PAGE]
+    for seed in range(1, 1 + NUM_PLACES):
+        one, data = made(40, seed)
+        one = replace(one, tokens=begin + one.tokens[PAGE:])
+        assert shared(engine).publish(one, [memoryview(data)]) == (True, True)
+    one, data = made(40, 99)
+    one = replace(one, tokens=begin + one.tokens[PAGE:])
+    assert shared(engine).publish(one, [memoryview(data)]) == (False, False)
 
 
 def test_what_another_key_has_sealed_or_none_is_a_miss() -> None:
@@ -180,8 +239,7 @@ def test_what_another_key_has_sealed_or_none_is_a_miss() -> None:
         keys = [None if secret is None else Key(secret * 32) for secret in (writer, reader)]
         engine = Engine()
         assert shared(engine, keys[0]).publish(header, [memoryview(payload)])
-        with pytest.raises(BadEntry, match="key"):
-            found(shared(engine, keys[1]), header)
+        assert found(shared(engine, keys[1]), header) is None  # under names of its own
 
 
 def test_a_store_that_is_full_takes_nothing_and_is_asked_later() -> None:
@@ -189,10 +247,10 @@ def test_a_store_that_is_full_takes_nothing_and_is_asked_later() -> None:
     engine, now_s = Engine(room=1000), [0.0]
     circuit = Circuit("test", lambda: now_s[0])
     store = SharedEntries(engine, circuit)
-    assert not store.publish(header, [memoryview(payload)])
+    assert store.publish(header, [memoryview(payload)]) == (False, False)
     assert not circuit.may_write and circuit.may_read and circuit.errors["write_failed"] == 1
     now_s[0], engine.room = 1.5, 1 << 20
-    assert circuit.may_write and store.publish(header, [memoryview(payload)])
+    assert circuit.may_write and store.publish(header, [memoryview(payload)]) == (True, True)
     assert circuit.may_write
 
 
@@ -202,7 +260,7 @@ def test_an_index_that_names_impossible_sizes_is_refused() -> None:
     header, payload = made()
     engine = Engine()
     shared(engine).publish(header, [memoryview(payload)])
-    name = next(name for name in engine.values if name.endswith("exact"))
+    name = next(name for name in engine.values if name.endswith("exact-0"))
     for place, size in (((12, 16), 0), ((12, 16), 2**31), ((24, 28), 0), ((16, 24), 2**60)):
         record = bytearray(engine.values[name][: INDEX_BYTES - 16])
         record[slice(*place)] = size.to_bytes(place[1] - place[0], "little")
