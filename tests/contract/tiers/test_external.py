@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.contract.tiers.test_tiers_model import (
+    DEAR,
     HALF,
     IDENTITY,
     Opened,
@@ -236,8 +237,15 @@ def test_random_walks_on_one_store_that_loses_and_changes_values_keep_every_row(
         walk.check()
         walk.check_rows()
         walk.check_nothing_leaks()
-    assert sum(counts(walk, "found")[0] for walk in walks) > 0
     assert sum(counts(walk, "published")[0] for walk in walks) > 3
+    tokens = [seed, *some_tokens(walks[0], 119)]
+    for walk in walks:
+        walk.reset()
+        walk.settle()
+        walk.stamp(DEAR)
+    walks[0].serve(tokens)
+    published(walks[0])
+    assert walks[1].serve([*tokens, 59]) >= 100
 
 
 def test_a_server_that_makes_nothing_lossy_takes_nothing_lossy(sharing: Sharing) -> None:
