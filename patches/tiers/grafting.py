@@ -42,7 +42,7 @@ class GraftedTree(Protocol):
 
 
 class Place(NamedTuple):
-    """Where an entry goes: the path above, its last node, and the key of the new one."""
+    """Place of an entry: the path above, its last node, and the key of the new one."""
 
     path: list[Node]
     parent: Node
@@ -145,7 +145,7 @@ class Grafting:
         return self.tree.add_absent_leaf(place.parent, place.key, copy)
 
     def _place_of(self, key: RadixKey, header: Header) -> Place | None:
-        """Where an entry goes whose first tokens are some of ``key``; None where it does not continue a path, or is
+        """Place of an entry whose first tokens are some of ``key``; None where it does not continue a path, or is
         lossy on a server that makes nothing so."""
         tree = self.tree
         if not self.takes_lossy and (header.is_lossy_prefix or not header.form.is_exact):
@@ -168,7 +168,7 @@ class Grafting:
         return (layout is None) == (survivors is None) and (layout is None or not _repeats(place.path, layout))
 
     def _survivors(self, survivors: bytes | None, header: Header, where: str = "ssd") -> SurvivorLayout | None:
-        """What a lossy entry has kept; None also where that cannot be read, which is counted."""
+        """Survivors of a lossy entry; None also where that cannot be read, which is counted."""
         if survivors is None:
             return None
         numbers = torch.frombuffer(bytearray(survivors), dtype=torch.uint8)

@@ -120,7 +120,7 @@ class Storage:
 
     @property
     def num_pending_jobs(self) -> int:
-        """Of an external store that hangs nobody waits for anything."""
+        """Number of jobs under way, without those of an external store that hangs: nobody waits for them."""
         hangs = self.external is not None and self.external.circuit.hangs
         names = self.workers.keys() - EXTERNAL_THREADS.keys() if hangs else self.workers.keys()
         return sum(self.workers[name].num_pending for name in names)

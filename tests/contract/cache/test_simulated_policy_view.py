@@ -32,7 +32,7 @@ def _on_a_server(node: Node, view: PolicyView) -> int:
     kv = SimpleNamespace(
         **{"copies": {} if node.tier == Tier.GPU else {node.tier: None}, "form": node.form, "is_lossy_prefix": False},
         **{"layout": None, "has_failed": False, "unfit_codec": None, "weight": 1.0, "num_hits": 1, "last_use": 1},
-        **{"is_shadow": False, "is_aside": False, "num_prefetches": 0},
+        **{"is_shadow": False, "is_aside": False, "num_prefetches": 0, "external": None},
     )
     if node.tier != Tier.GPU:
         kv.copies[node.tier] = SimpleNamespace(is_exact=node.form.is_exact)

@@ -9,6 +9,7 @@ import pytest
 from tests.contract.tiers.test_tiers_model import SLOTS, Opened, TierWalk, blocked, cached, nodes_of, sent
 
 from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.flag_groups import StoreFlags
 from sglang_evicpress.introspect.operations import answer
 from sglang_evicpress.patches.tiers import loads
 from sglang_evicpress.patches.tiers.placement import tier_of
@@ -197,7 +198,7 @@ def test_a_server_with_another_key_finds_nothing_and_the_same_key_all(opened: Op
         path.chmod(0o600)
     tokens: list[int] = []
     for key, num_found in ((0, 0), (1, 0), (None, 0), (0, 100)):
-        walk = opened(ssd_key_file=None if key is None else str(keys[key]))
+        walk = opened(stores=StoreFlags(key_file=None if key is None else str(keys[key])))
         if not tokens:
             tokens, node = cached(walk, 100, Tier.SSD)
         else:

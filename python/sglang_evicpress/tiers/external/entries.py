@@ -169,7 +169,7 @@ class SharedEntries:
         return None, False
 
     def _found_at(self, place: str) -> FoundEntry | None:
-        """What a place has; None if it is free. Raises BadEntry for what is dead, damaged or another's."""
+        """Entry at a place; None if it is free. Raises BadEntry for what is dead, damaged or another's."""
         index = self._index(place)
         if index is None:
             return None

@@ -84,7 +84,7 @@ def in_chunks(data: bytearray, rng: random.Random) -> list[memoryview]:
 
 
 def found(store: SharedEntries, header: Header, tokens: bytes | None = None) -> entries.FoundEntry | None:
-    """What a reader of these tokens finds, or of those of the header."""
+    """The entry that a reader of these tokens finds, or of those of the header."""
     wanted = header.tokens if tokens is None else tokens
     for name in store.names(header.parent_key, wanted, PAGE):
         entry = store.find(name, wanted)
