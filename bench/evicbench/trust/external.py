@@ -15,6 +15,7 @@ from evicbench.report import Line
 from evicbench.testbed.server import Server
 from evicbench.tiers.inputs import scratch
 from evicbench.trust.mooncake import MooncakeStore
+from sglang_evicpress.tiers.external.entries import LEVELS
 
 NUM_CONTEXTS, NUM_TOKENS, NUM_ANSWERED = 12, 1500, 8
 ENTRY_MB = 5
@@ -214,7 +215,7 @@ def _chosen(contexts: Contexts, which: Sequence[int]) -> Contexts:
 
 def _damage(folder: Path, rng: random.Random) -> list[Path]:
     """Change or cut short a third of the payloads of a store's folder."""
-    parts = sorted(folder.glob("*-0_*"))
+    parts = sorted(path for path in folder.glob("*-0_*") if not any(level in path.name for level in LEVELS))
     chosen = rng.sample(parts, max(1, len(parts) // 3))
     for path in chosen:
         data = bytearray(path.read_bytes())
