@@ -86,7 +86,8 @@ contract: setup
 	$(PY) -m pytest -n 2 --dist loadfile -m "not soak" tests/contract
 
 check-release: setup
-	$(BENCH) -m evicbench.releases.here install contract exactness stock salts
+	EVICPRESS_FORKED_START=1 $(BENCH) -m evicbench.releases.here install contract exactness stock
+	$(BENCH) -m evicbench.releases.here salts
 
 drift: setup
 	$(BENCH) -m evicbench.releases.drift $(VERSION)

@@ -29,6 +29,7 @@ def _num_cuda_devices() -> int:
 # The jit decorator reads this once, so it is set before any test module imports a kernel.
 if not _num_cuda_devices():
     os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("EVICPRESS_FORKED_START", "1")  # of servers: see bench/evicbench/testbed/forked_start.py
 
 
 @pytest.fixture

@@ -19,6 +19,11 @@ __all__ = ["ADMIN_KEY", "GUESSED", "MODEL", "NoAnswerInTime", "Server", "ServerE
 
 MODEL = Path(__file__).parent / "model"
 START_S = 300.0
+FORKED_START = "EVICPRESS_FORKED_START"
+"""Environment variable: 1 has servers of one rank start by forked_start.py, at half the work. Tests set it."""
+
+_COMMAND = ("-m", "sglang.launch_server")
+_FORKED_COMMAND = (str(Path(__file__).with_name("forked_start.py")),)
 
 ADMIN_KEY = "the-testbeds-operator"
 """Of every server here that is not started without one: benchmarks look at prompts, and attach folders."""
@@ -44,6 +49,11 @@ def greedy(input_ids: object, max_new_tokens: int, **fields: Any) -> dict[str, A
     return {"input_ids": input_ids, "sampling_params": sampling, **fields}
 
 
+def _command(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    is_forked = os.environ.get(FORKED_START) == "1" and "--tp-size" not in arguments
+    return (sys.executable, *(_FORKED_COMMAND if is_forked else _COMMAND))
+
+
 class Server(server.Server):
     """``with Server("--kv-policy", "evicpress") as server: server.get("/evicpress/tree")``.
 
@@ -63,7 +73,7 @@ class Server(server.Server):
         self._own_folder = Path(tempfile.mkdtemp(prefix="evicpress-server-"))
         super().__init__(
             [
-                *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"),
+                *(*_command(arguments), "--model-path", str(model), "--device", "cpu"),
                 *("--dtype", "float32", "--port", str(port), "--mem-fraction-static", "0.2"),
                 *("--skip-server-warmup", "--sleep-on-idle", "--log-level", "info", *explicit(arguments)),
                 *(() if admin_api_key is None else ("--admin-api-key", admin_api_key)),
