@@ -12,7 +12,8 @@ from sglang_evicpress.patches.cache.outside import Later, Outside, Pool
 from sglang_evicpress.patches.cache.tree_parts import TreeParts
 from sglang_evicpress.patches.tiers.backup import Backup
 from sglang_evicpress.patches.tiers.demotion import Demotion
-from sglang_evicpress.patches.tiers.external_io import ExternalReads, ExternalWrites
+from sglang_evicpress.patches.tiers.external_reads import ExternalReads
+from sglang_evicpress.patches.tiers.external_writes import ExternalWrites
 from sglang_evicpress.patches.tiers.grafting import Grafting
 from sglang_evicpress.patches.tiers.holds import Holds
 from sglang_evicpress.patches.tiers.host_checks import HostChecks

@@ -20,6 +20,7 @@ from evicbench.stress import CHECKS, FAILURES, Stress, started
 from evicbench.testbed.server import NoAnswerInTime, Server, greedy
 from evicbench.tiers.inputs import scratch
 from evicbench.tiers.prompts import Question, Texts, answered, reference
+from evicbench.trust.accounts import after_flush
 from sglang_evicpress.benchmark.client import lift_file_limit
 
 SECONDS = 300.0
@@ -225,18 +226,7 @@ class Chaos(Stress):
 
     def _left(self) -> str:
         """Leftovers once nothing runs and all was flushed; nothing is fine."""
-        stats, described = self.server.get("/evicpress/stats"), self.server.get("/evicpress/tiers")
-        host, ssd = described["tiers"]["host"], described["tiers"]["ssd"]
-        found = {
-            "slots": stats["total_slots"] - stats["free_slots"],
-            "host bytes": host["used_bytes"],
-            "host entries": host["num_entries"],
-            "bytes being copied": host["copying_bytes"],
-            "SSD entries": ssd["num_entries"],
-            "requests waiting": described["requests_waiting_for_a_copy"],
-            "jobs": sum(described["queue"].values()),
-        }
-        return ", ".join(f"{count} {what}" for what, count in found.items() if count)
+        return ", ".join(after_flush(self.server.get("/evicpress/stats"), self.server.get("/evicpress/tiers")))
 
 
 def draw_questions(model: Path, seed: int, number: int = NUM_QUESTIONS) -> list[Question]:

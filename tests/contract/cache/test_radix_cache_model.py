@@ -38,6 +38,7 @@ from sglang_evicpress.patches.cache.queued_hits import QUEUED_RATE
 from sglang_evicpress.patches.scheduler.prefill_times import _chunks_of
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node import holes_of, is_lossy, iter_nodes, num_slots, slots_of, start_of, tokens_to
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.search.menu_budgets import layer_groups
@@ -78,6 +79,7 @@ class Request(HasKV):
     last_node: object = None
     cache_protected_len: int = 0
     kv_allocated_len: int = 0
+    kv_committed_len: int = 0
     kv_committed_freed: bool = False
     is_retracted: bool = False
     retracted_stain: bool = False
@@ -261,15 +263,24 @@ class Walk:
         row = self.rows.req_to_token[request.req_pool_idx]
         row[: len(view.slots)] = view.slots
         row[len(view.slots) : len(view.slots) + len(slots)] = slots
-        if self.groups is not None:
-            where = torch.tensor([request.req_pool_idx])
-            self.groups.write(where, where, [view])
+        self.note_row(torch.tensor([request.req_pool_idx]), view)
         self.compute(request, begin, upto, slots)
-        request.kv_allocated_len = request.filled = upto
+        request.kv_allocated_len = request.kv_committed_len = request.filled = upto
         request.frozen_view = self.view_of(request)
         self.verify(request)
-        checkpoint(self.cache, request)
+        is_chunk = upto < len(request.tokens)
+        if is_chunk or self.is_result_due(request):
+            checkpoint(self.cache, request, is_chunk=is_chunk)
         self.verify(request)
+        return True
+
+    def note_row(self, where: torch.Tensor, view: PrefixView) -> None:
+        """A request's row, whose number ``where`` has, begins with what the view shows."""
+        if self.groups is not None:
+            self.groups.write(where, where, [view])
+
+    def is_result_due(self, request: Request) -> bool:
+        """False where the result of a prefill comes only after the next step has begun."""
         return True
 
     def alloc(self, request: Request, begin: int, end: int) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.cache.test_radix_cache_model import CONTEXT, DIM, HEADS, LAYERS, ROWS, Request, Walk, path_hashes
-from tests.contract.releases import NO_BATCH, checkpoint, end_request, lock
+from tests.contract.releases import NO_BATCH, end_request, lock
 from tests.unit.geometry.made import make_geometry, make_rope
 
 from sglang_evicpress.decode_budget import schedule
@@ -28,6 +28,7 @@ from sglang_evicpress.patches.decode_budget import inspection, passes
 from sglang_evicpress.patches.decode_budget.state import DecodeState, num_logical, num_physical, positions_of
 from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
 from sglang_evicpress.patches.tree.node import is_lossy, slots_of, tokens_to
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 
 pytestmark = pytest.mark.sglang
 
@@ -51,7 +52,6 @@ class Budgeted(Request):
     """A request as the cache touches it, with a budget or none."""
 
     kv_budget: DecodeState | None = None
-    kv_committed_len: int = 0
     retraction_count: int = 0
 
     @property
@@ -111,29 +111,11 @@ class BudgetWalk(Walk):
         self.waiting.append(request)
         self.cache.parts.admission.on_queued(request)
 
-    def extend(self, request: Any, upto: int) -> bool:
-        """Prefill like a scheduler: only the last chunk is the end of the prefill."""
-        begin = len(request.prefix_indices)
-        upto = max(upto, begin + 1)
-        slots = self.alloc(request, begin, upto)
-        if slots is None:
-            return False
-        view = self.cache.views.adopt(request)
-        if request.req_pool_idx is None:
-            request.req_pool_idx = self.rows.free_slots.pop()
-            self.running.append(request)
-        row = self.rows.req_to_token[request.req_pool_idx]
-        row[: len(view.slots)] = view.slots
-        row[len(view.slots) : len(view.slots) + len(slots)] = slots
-        req_to_token.table().note(torch.tensor([request.req_pool_idx]), [view.holes])
-        self.compute(request, begin, upto, slots)
-        request.kv_allocated_len = request.kv_committed_len = request.filled = upto
-        request.frozen_view = self.view_of(request)
-        is_chunk = upto < len(request.tokens)
-        if is_chunk or self.rng.random() < 0.5:  # else its first pass comes before its result
-            checkpoint(self.cache, request, is_chunk=is_chunk)
-        self.verify(request)
-        return True
+    def note_row(self, where: torch.Tensor, view: PrefixView) -> None:
+        req_to_token.table().note(where, [view.holes])
+
+    def is_result_due(self, request: Any) -> bool:
+        return self.rng.random() < 0.5  # else its first pass comes before its result
 
     def decode(self) -> None:
         """One step of all that can: the passes, then a token each."""

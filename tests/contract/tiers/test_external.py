@@ -20,7 +20,7 @@ from tests.contract.tiers.test_tiers_model import (
 from tests.unit.tiers.external.test_entries import Engine
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.patches.tiers import external_io
+from sglang_evicpress.patches.tiers import external_reads
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tiers.storage import EXTERNAL_THREADS
 from sglang_evicpress.policy.cost_model import PrefillCost
@@ -289,7 +289,7 @@ def test_an_entry_that_would_take_most_of_host_memory_is_not_read(
     first = sharing(0)
     tokens, _ = cached(first, 100)
     published(first)
-    monkeypatch.setattr(external_io, "LARGEST_SHARE", 1e-3)
+    monkeypatch.setattr(external_reads, "LARGEST_SHARE", 1e-3)
     second = sharing(1)
     assert second.serve([*tokens, 59]) == 0 and counts(second, "read", "without_room") == [0, 0]
 
