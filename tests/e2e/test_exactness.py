@@ -23,7 +23,7 @@ from evicbench.correctness.reference import (
 )
 from evicbench.testbed.server import Server
 
-NUM_POINTS = 20
+NUM_POINTS = 8
 
 
 @dataclass(frozen=True, slots=True)

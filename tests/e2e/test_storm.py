@@ -1,4 +1,4 @@
-"""A short storm, and what one compression frees, on the real server with pages of 1 and 16."""
+"""A short storm, and what one compression frees, on the real server with pages of 16."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.sglang, pytest.mar
 SECONDS = 40.0
 
 
-@pytest.fixture(scope="module", params=(1, 16), ids=lambda page_size: f"page{page_size}")
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with Server(*arguments(request.param), env=CHECKS) as running:
+PAGE_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server(*arguments(PAGE_SIZE), env=CHECKS) as running:
         yield running
 
 
-def page_size_of(server: Server) -> int:
-    return int(server.get("/evicpress/stats")["page_size"])
-
-
 def test_compression_gives_exactly_the_other_slots_back(server: Server) -> None:
-    line = frees.measure(server, page_size_of(server), num_tokens=64)  # one chunk, hence one node
+    line = frees.measure(server, PAGE_SIZE, num_tokens=64)  # one chunk, hence one node
     assert line.ok, f"{line.target}, measured {line.figure}"
 
 
 def test_storm_leaves_a_whole_cache_and_every_slot_free(server: Server) -> None:
-    outcome = Storm(server, SECONDS, seed=page_size_of(server), check_every=20).run()
+    outcome = Storm(server, SECONDS, seed=PAGE_SIZE, check_every=20).run()
     assert not outcome.problems, "\n".join(outcome.problems[:20])
     assert outcome.num_requests > 0
     assert outcome.presses["compress 200"] > 0

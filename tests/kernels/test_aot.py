@@ -13,9 +13,10 @@ import pytest
 from sglang_evicpress.kernels import aot
 
 COMPILE = """
-import dataclasses, json, sys
+import dataclasses, json, sys, torch
 from sglang_evicpress.kernels.aot import compile_all
-print(json.dumps([dataclasses.asdict(report) for report in compile_all(archs=[int(sys.argv[1])])]))
+reports = compile_all(archs=[int(sys.argv[1])], dtypes=[torch.bfloat16])
+print(json.dumps([dataclasses.asdict(report) for report in reports]))
 """
 CODECS = ("int8", "int4", "int2")
 ENCODES, DECODES = (
@@ -31,7 +32,7 @@ SCORES_ONLY = {"page_mean", "select_survivors"}
 
 
 ARCH = 90
-"""One of those that ``make show-kernels`` compiles for and looks at."""
+"""``make show-kernels`` compiles for others too, and for fp16."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def reports(tmp_path_factory):
 
 
 def test_every_kernel_compiles_without_spilling_a_register(reports):
-    every = itertools.product(READS_THE_POOL | WRITES_THE_POOL | SCORES_ONLY, aot.HEAD_DIMS, ("bf16", "fp16"))
+    every = itertools.product(READS_THE_POOL | WRITES_THE_POOL | SCORES_ONLY, aot.HEAD_DIMS, ("bf16",))
     assert set(reports) == set(every)
     assert {key: report["spill_bytes"] for key, report in reports.items() if report["spill_bytes"]} == {}
 
