@@ -86,8 +86,7 @@ contract: setup
 	$(PY) -m pytest -n 2 --dist loadfile -m "not soak" tests/contract
 
 check-release: setup
-	EVICPRESS_FORKED_START=1 $(BENCH) -m evicbench.releases.here --quick install contract exactness stock
-	$(BENCH) -m evicbench.releases.here salts
+	EVICPRESS_FORKED_START=1 $(BENCH) -m evicbench.releases.here --quick install contract exactness stock salts
 
 drift: setup
 	$(BENCH) -m evicbench.releases.drift $(VERSION)
