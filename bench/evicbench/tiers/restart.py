@@ -168,8 +168,9 @@ def flip_bytes(folder: Path) -> int:
     return count
 
 
-def measure(seed: int = 0, *, with_others: bool = True) -> Iterator[Line]:
-    """``with_others``: also those of another dtype and with other weights, each of which costs a start."""
+def measure(seed: int = 0, *, with_others: bool = True, most_computed: int = 0) -> Iterator[Line]:
+    """``with_others``: also those of another dtype and with other weights, each of which costs a start. So many of the
+    first contexts may be computed: on a machine with other work to do a read may seem to take longer than that."""
     rng = random.Random(f"restart-{seed}")
     with scratch(1 << 30) as folder, tempfile.TemporaryDirectory() as models:
         model = make_peaky_model(Path(models) / "peaky")
@@ -182,7 +183,7 @@ def measure(seed: int = 0, *, with_others: bool = True) -> Iterator[Line]:
                 f"restart after SIGTERM: {answers.num_asked} contexts, half of them on SSD, the others still above",
                 "every one is a hit from SSD, same outputs, no error",
                 f"{answers}; {num_written} entries before SIGTERM, which took {took_s:.1f} s",
-                answers.num_hits == answers.num_asked and not answers.problems and not answers.errors,
+                answers.num_hits + most_computed >= answers.num_asked and not answers.problems and not answers.errors,
             )
             questions += kill_while_writing(server, contexts[NUM_CONTEXTS:], rng)
         with Stoppable(*arguments(ssd), model=model) as server:
