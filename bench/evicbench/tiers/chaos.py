@@ -18,9 +18,9 @@ from evicbench.report import Line
 from evicbench.streams import posted
 from evicbench.stress import CHECKS, FAILURES, Stress, started
 from evicbench.testbed.server import NoAnswerInTime, Server, greedy
+from evicbench.tiers.accounts import after_flush
 from evicbench.tiers.inputs import scratch
 from evicbench.tiers.prompts import Question, Texts, answered, reference
-from evicbench.trust.accounts import after_flush
 from sglang_evicpress.benchmark.client import lift_file_limit
 
 SECONDS = 300.0

@@ -19,9 +19,9 @@ from evicbench.streams import posted
 from evicbench.stress import FAILURES, Stress, started
 from evicbench.testbed.server import ServerError, greedy
 from evicbench.testbed.vocabulary import EOS, load_vocabulary
+from evicbench.tiers.accounts import after_flush, at_rest
 from evicbench.tiers.prompts import Question
 from evicbench.tiers.restart import Stoppable
-from evicbench.trust.accounts import after_flush, at_rest
 from evicbench.trust.memory import Memory, sampled
 from sglang_evicpress.profiler.scorers.reference import token_f1
 

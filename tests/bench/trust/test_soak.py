@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from evicbench.testbed.vocabulary import EOS, load_vocabulary
+from evicbench.tiers.accounts import after_flush, at_rest
 from evicbench.trust import soak
-from evicbench.trust.accounts import after_flush, at_rest
 from evicbench.trust.clients import f1, is_exact
 from evicbench.trust.memory import slope
 

@@ -1,4 +1,4 @@
-"""What is compared with what was computed, and what is counted anew, in a walk over all that the cache does at once."""
+"""Checks of a walk over all that the cache does at once: rows as they were computed, and slots counted anew."""
 
 from __future__ import annotations
 
