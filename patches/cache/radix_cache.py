@@ -185,7 +185,6 @@ class EvicPressCache(RadixCache):
         self.parts.shutdown.close(save=save)
 
     host = property(lambda self: self.parts.tree.storage.host if self.parts.tree.storage.has_host else None)
-    has_shared_tiers = property(lambda self: self.parts.tree.storage.agreement is not None)
     ssd = property(lambda self: self.parts.tree.storage.ssd)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
