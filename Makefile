@@ -74,7 +74,7 @@ $(VENV)/.ready: pyproject.toml uv.lock bench/evicbench/releases/cpu_shim.py
 	@touch $@
 
 test: setup
-	$(PY) -m pytest -n 2 --dist loadfile -m "not alone and not soak" $(REPORTS:%=--junitxml=%/two-processes.xml)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not soak" $(REPORTS:%=--junitxml=%/two-processes.xml)
 	$(PY) -m pytest -m alone $(REPORTS:%=--junitxml=%/alone.xml)
 
 check: setup

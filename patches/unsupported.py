@@ -254,11 +254,6 @@ def _check_uneven(server_args: Any, config: EvicPressConfig) -> None:
 def no_tiers_reason(server_args: Any, config: EvicPressConfig) -> str | None:
     """Whatever keeps KV on the GPU alone, with the way out, as it goes on behind the flag that asked for a tier; None
     where there may be tiers. Before SGLang has resolved its defaults, by what the user gave."""
-    if server_args.tp_size > 1 and config.decode.budget > 0:
-        return (
-            f"cannot be combined with --tp-size {server_args.tp_size} and --kv-decode-budget {config.decode.budget}: "
-            "that ranks agree then has not been shown yet, so leave out one of the three"
-        )
     if _has_full_prefill_graph(server_args):
         return (
             "cannot be combined with --cuda-graph-backend-prefill full: a full graph does not wait for the layers that "

@@ -25,7 +25,7 @@ class OnGpu(Protocol):
 class Sends(Protocol):
     """Nodes that move down."""
 
-    def demote(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int: ...
+    def demote(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int | None: ...
 
 
 class OnSsd(Protocol):
@@ -37,7 +37,7 @@ class OnSsd(Protocol):
 class Raises(Protocol):
     """Nodes that come up."""
 
-    def promote(self, node_id: int) -> None: ...
+    def promote(self, node_id: int) -> bool: ...
 
 
 class Aside(Protocol):
@@ -70,25 +70,25 @@ class NodeMoves:
         """True if no other rank must do as this one does."""
         return self.gpu.is_alone
 
-    def compress(self, node_id: int, form: Form) -> int:
-        """Bring a node to ``form``; returns the slots freed. What is below it is brought there in the background."""
+    def compress(self, node_id: int, form: Form) -> int | None:
+        """Bring a node to ``form``; returns the slots freed. What is below it is brought there in the background, None
+        where that could not be begun."""
         node = self.nodes[node_id]
         if node.value is not None:
             return self.gpu.compress(node_id, form)
         if Tier.HOST in node.kv.copies:
-            self.host.compress_on_host(node, form)
-        else:
-            self.ssd.begin(node_id, form)
+            return 0 if self.host.compress_on_host(node, form) else None
+        self.ssd.begin(node_id, form)
         return 0
 
     def drop(self, node_id: int, cause: str = "lost", number: int | None = None) -> int:
         return self.removal.drop(node_id, cause, number)
 
-    def demote(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int:
+    def demote(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int | None:
         return self.demotion.demote(node_id, tier, form, at_once=at_once)
 
-    def promote(self, node_id: int) -> None:
-        self.promotion.promote(node_id)
+    def promote(self, node_id: int) -> bool:
+        return self.promotion.promote(node_id)
 
     def cause_of_drop(self, node_id: int) -> str | None:
         """Why a node can become nothing else, where that is that no form of it was measured."""

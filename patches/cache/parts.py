@@ -323,6 +323,7 @@ class Parts:
         changes.deleted.subscribe(
             tree.policy.on_node_deleted,
             tree.aside.forget,
+            tree.without_room.forget,
             tiers.placement.forget,
             tree.queued_hits.forget,
             tree.quality.forget,
@@ -332,6 +333,7 @@ class Parts:
         )
         changes.flushed.subscribe(
             tree.aside.clear,
+            tree.without_room.clear,
             tree.ledger.clear,
             tree.policy.clear,
             tree.queries.clear,
@@ -340,7 +342,7 @@ class Parts:
             self.slot_checks.clear,
         )
         terms.advanced.subscribe(self.moves.retry_failed, tree.quality.refresh_default)
-        terms.advanced.subscribe(self.quality_control.follow_clock)
+        terms.advanced.subscribe(self.quality_control.follow_clock, lambda: tree.without_room.return_due(terms.now_s))
         self.round_begun.subscribe(tree.queued_hits.grow_older, tree.policy.advance, tree.quality.advance)
         terms.costs_changed.subscribe(tree.policy.refresh)
         tree.quality.judged.subscribe(self.quality_control.note_judged)

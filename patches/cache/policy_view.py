@@ -64,7 +64,8 @@ class PolicyView:
         allowed_forms = 0
         # those that do not weigh quality compress on the GPU only, before anything goes down
         is_open = tier == Tier.GPU or ((tier == Tier.HOST or may_rewrite) and policy.weighs_quality)
-        if is_open and num_tokens >= self.min_compress_tokens and policy.compresses and not kv.has_failed:
+        may_shrink = not (kv.has_failed or kv.lacks_room)
+        if is_open and num_tokens >= self.min_compress_tokens and policy.compresses and may_shrink:
             allowed_forms = self.menu.smaller(kv.form)
             if kv.unfit_codec is not None:
                 allowed_forms &= ~self.menu.of_codec(kv.unfit_codec)

@@ -185,7 +185,6 @@ class EvicPressCache(RadixCache):
         self.parts.shutdown.close(save=save)
 
     host = property(lambda self: self.parts.tree.storage.host if self.parts.tree.storage.has_host else None)
-    has_shared_tiers = property(lambda self: self.parts.tree.storage.agreement is not None)
     ssd = property(lambda self: self.parts.tree.storage.ssd)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -303,7 +302,8 @@ class EvicPressCache(RadixCache):
             child.value = NOWHERE.new_zeros(len(child.key))  # SGLang splits what is there
         upper = super()._split_node(key, child, split_len)
         kv.version += 1
-        upper.kv = replace(kv, slots=None, layout=None, job=None, is_leaving=False, num_prefetches=0, is_aside=False)
+        upper.kv = replace(kv, slots=None, layout=None, job=None, is_leaving=False, num_prefetches=0)
+        upper.kv.is_aside = upper.kv.lacks_room = False
         if kv.layout is not None:
             above, below = kv.layout.split(split_len)
             upper.kv.layout, upper.kv.slots = above, kv.slots[: above.num_slots].clone()

@@ -141,6 +141,7 @@ class TierParts:
             self.ssd_io,
             self.gpu_ops,
             compressor,
+            lambda node: tree.without_room.add(node.id, tree.terms.now_s),
         )
         self.ssd_compression = SsdCompression(
             nodes,

@@ -22,7 +22,7 @@ from sglang_evicpress.patches.tree.changes import NodeChanges
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node_queries import NodeQueries
 from sglang_evicpress.patches.tree.quality_floors import QualityFloors
-from sglang_evicpress.patches.tree.set_aside import SetAside
+from sglang_evicpress.patches.tree.set_aside import WITHOUT_ROOM_S, SetAside, mark_without_room
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.menu import Menu
@@ -53,6 +53,7 @@ class TreeParts:
         self.eviction_log = EvictionLog()
         self.ledger = SlotLedger(partial(free_whole_pages, allocator))
         self.aside = SetAside(nodes, self.changes.changed)
+        self.without_room = SetAside(nodes, self.changes.changed, seconds=WITHOUT_ROOM_S, mark=mark_without_room)
         self.adapters = Adapters(identity, outside.namespaces, has_tiers=config.has_tiers)
         ratios = ratios_of(compressor.shape)  # rows of a few models cannot be encoded
         for form in config.menu_forms:

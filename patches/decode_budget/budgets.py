@@ -94,11 +94,6 @@ class DecodeBudgets:
                 f"kv_decode_budget is {settings.tokens}, and this server's --kv-forms keep different numbers of tokens "
                 "in different layers, of which none can be dropped while a request runs: leave it out"
             )
-        if settings is not None and self.tree.has_shared_tiers:
-            raise ValueError(
-                f"kv_decode_budget is {settings.tokens}, and this server keeps KV below the GPU with --tp-size over 1: "
-                "that ranks agree then has not been shown yet, so leave it out"
-            )
         if settings is not None:
             check_decode(
                 settings,

@@ -35,10 +35,6 @@ class DecodeTree(Protocol):
     req_to_token_pool: RowPool
     token_to_kv_pool_allocator: PoolAllocator
 
-    @property
-    def has_shared_tiers(self) -> bool:
-        """True if several ranks keep KV below the GPU."""
-
     def make_room(self, num_tokens: int) -> None: ...
     def keep_running(self, req: BudgetedRequest, token_ids: Sequence[int], *, is_chunk: bool) -> None:
         """Offer its prompt to the tree."""

@@ -24,10 +24,11 @@ class Demotion:
     host: HostForms
     backup: Backups
 
-    def demote(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int:
+    def demote(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int | None:
         """Bring a node to ``form`` on a lower tier: at once where that is there already, else once it was copied, or,
-        with ``at_once``, as far as it comes now. Returns the slots freed now. A node whose children are still on their
-        way off the GPU stays until another plan sends it."""
+        with ``at_once``, as far as it comes now. Returns the slots freed now, None where what only the host has could
+        not be begun to be made smaller. A node whose children are still on their way off the GPU stays until another
+        plan sends it."""
         if at_once:
             return self.demote_at_once(node_id, tier, form)
         node, freed = self.nodes[node_id], 0
@@ -46,7 +47,9 @@ class Demotion:
         if is_made:  # else only encoded on its way
             is_begun = self.host.compress_on_host(node, form, leaves_for=tier)
             num_kept = self.gpu.slots_in(node, form, start_of(node))
-            if is_begun or not is_resident or num_kept is None or num_kept >= size_of(node):
+            if not (is_begun or is_resident):
+                return None
+            if is_begun or num_kept is None or num_kept >= size_of(node):
                 return 0  # it may have been to become what a copy is that another move of the same plan has cost it
             freed = self.gpu.compress(node_id, replace(form, codec=node.kv.form.codec))
             if node_id not in self.nodes:
@@ -63,7 +66,7 @@ class Demotion:
         to ``form`` where it is."""
         node, freed = self.nodes[node_id], 0
         if node.value is None or node.lock_ref > 0 or has_child_on_gpu(node):
-            return self.demote(node_id, tier, form)
+            return self.demote(node_id, tier, form) or 0
         below = node.kv.copies.get(tier)
         if below is not None and below.form == form:
             return self.removal.release(node_id, tier)

@@ -4,7 +4,7 @@ the smaller one is for the SSD."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,8 @@ class _Kept:
 
 @dataclass(eq=False, repr=False)
 class HostCompression:
-    """Compresses below the GPU. On the scheduler thread but for ``run`` of its job."""
+    """Compresses below the GPU. On the scheduler thread but for ``run`` of its job. ``lacks_room`` is told of a node
+    that only the host has and for whose smaller copy there is no room."""
 
     nodes: Mapping[int, Node]
     storage: Tiers
@@ -60,6 +61,7 @@ class HostCompression:
     ssd: SsdWrites
     gpu: GpuForms
     press: Compressor
+    lacks_room: Callable[[Node], None]
 
     def copy_to_ssd(self, node: Node, form: Form) -> bool:
         """Begin to give a node that the host has a copy on the SSD in a smaller form, instead of one that is there.
@@ -98,6 +100,8 @@ class HostCompression:
         if runs is None:
             self.room.want(num_bytes)
             self.storage.counts["compressions_without_room"] += 1
+            if node.value is None:
+                self.lacks_room(node)
             return False
         if node.kv.copies.get(Tier.HOST) is not copy:  # it had to make room itself
             self.room.give_back(runs)

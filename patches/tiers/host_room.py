@@ -75,18 +75,29 @@ class HostRoom:
         runs: Runs | None = host.arena.alloc(num_bytes)
         if runs is not None or num_bytes > host.num_bytes:
             return runs
+        # Copies that would not make room enough are not given up in vain: they would only be made again.
+        is_enough = num_bytes <= self.room()[Tier.HOST]
+        if is_enough:
+            runs = self._room_of_spare_copies(num_bytes, keep, keeps_planned=keeps_planned)
+        if runs is None and self.storage.ssd is not None:
+            runs = self._room_of_what_is_on_ssd(num_bytes)
+            if runs is None and not is_enough and num_bytes <= self.room()[Tier.HOST]:
+                runs = self._room_of_spare_copies(num_bytes, keep, keeps_planned=keeps_planned)
+        return runs
+
+    def _room_of_spare_copies(self, num_bytes: int, keep: Collection[int], *, keeps_planned: bool) -> Runs | None:
+        arena = self.storage.host.arena
         for _ in range(MOST_GIVEN_UP):
             node_id = self.placement.next_spare(keep, keeps_planned=keeps_planned)
-            if runs is not None or node_id is None:
-                break
+            if node_id is None:
+                return None
             node = self.nodes[node_id]
             self.placement.remove_copy(node, Tier.HOST)
             self.changes.changed(node)
-            if host.arena.extents.free_bytes >= num_bytes:
-                runs = host.arena.alloc(num_bytes)
-        if runs is None and self.storage.ssd is not None:
-            runs = self._room_of_what_is_on_ssd(num_bytes)
-        return runs
+            runs = arena.alloc(num_bytes) if arena.extents.free_bytes >= num_bytes else None
+            if runs is not None:
+                return runs
+        return None
 
     def _room_of_what_is_on_ssd(self, num_bytes: int) -> Runs | None:
         """Release what the SSD has as well, least useful first. The pieces of an entry free its memory only together:

@@ -3,6 +3,7 @@ up. A load has its slots to itself until it is over."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,9 @@ from sglang_evicpress.tiers.jobs import Job
 
 FREE_SHARE = 1 / 8
 """Of the pool: stays free, so that nothing that comes up is pushed down by the next request."""
+
+MOST_READS = 3
+"""Of one SSD entry, for one promotion: on a full host what was read may have to go before it is loaded."""
 
 
 @dataclass(eq=False, repr=False)
@@ -46,27 +50,33 @@ class Promotion:
 
     def __post_init__(self) -> None:
         self._source_tiers: dict[int, Tier] = {}  # by node id
+        self._num_reads = Counter[int]()
 
     @property
     def is_busy(self) -> bool:
         return bool(self._source_tiers)
 
-    def promote(self, node_id: int) -> None:
-        """Begin to bring a node onto the GPU, or to give it its exact KV if it is there."""
+    def promote(self, node_id: int) -> bool:
+        """Begin to bring a node onto the GPU, or to give it its exact KV if it is there; False where it was tried in
+        vain."""
         node = self.nodes[node_id]
         tier = min(node.kv.copies) if node.value is None else exact_tier_of(node)
-        if tier is not None:
-            self._source_tiers[node_id] = tier
+        if tier is None or (tier == Tier.SSD and node.kv.copies[Tier.SSD].entry.tried):
+            return False
+        self._source_tiers[node_id] = tier
+        return True
 
     def advance(self) -> None:
         """Go on with what is being promoted."""
         for node_id, tier in list(self._source_tiers.items()):
             if not self._take_step(node_id, tier):
                 del self._source_tiers[node_id]
+                del self._num_reads[node_id]
 
     def clear(self) -> None:
         """The tree goes."""
         self._source_tiers.clear()
+        self._num_reads.clear()
 
     def _take_step(self, node_id: int, tier: Tier) -> bool:
         """The next step of promoting a node; False when it is done, or cannot be any more."""
@@ -88,7 +98,8 @@ class Promotion:
             if self.ssd.reads or self.storage.now_s() - self.busy_s() < load_s:
                 return True  # a request that comes now would have to wait for it: none came for as long as it takes
             read = self.ssd.start_read(below.entry)
-            below.entry.tried = read is None
+            self._num_reads[node_id] += 1
+            below.entry.tried = read is None or self._num_reads[node_id] >= MOST_READS
             return read is not None
         if not is_verified(copy.entry, self.storage.now_s()):
             self.start_check(copy.entry)

@@ -1,8 +1,8 @@
-"""Nodes of which a move has failed: plans make room of others for a while."""
+"""Nodes of which a move has failed: for a while plans make room of others, or of these by other moves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from sglang_evicpress.patches.tree.changes import Listener
 from sglang_evicpress.patches.tree.types import Node
@@ -10,14 +10,37 @@ from sglang_evicpress.patches.tree.types import Node
 ASIDE_S = 10.0
 """So long no plan is about a node of which a move has failed."""
 
+WITHOUT_ROOM_S = 1.0
+"""So long no plan shrinks a node for whose smaller copy there was no room: it moves as it is, or goes."""
+
+
+def mark_failed(node: Node, is_marked: bool) -> None:
+    """A node that is not planned with, and never compressed any more."""
+    node.kv.is_aside = is_marked
+    node.kv.has_failed = node.kv.has_failed or is_marked
+
+
+def mark_without_room(node: Node, is_marked: bool) -> None:
+    """A node that gets no smaller form."""
+    node.kv.lacks_room = is_marked
+
 
 class SetAside:
     """Marks these nodes, with when they are planned with again; ``on_changed`` is told of each that is marked or not
     any more."""
 
-    def __init__(self, nodes: Mapping[int, Node], on_changed: Listener) -> None:
+    def __init__(
+        self,
+        nodes: Mapping[int, Node],
+        on_changed: Listener,
+        *,
+        seconds: float = ASIDE_S,
+        mark: Callable[[Node, bool], None] = mark_failed,
+    ) -> None:
         self._nodes = nodes
         self._on_changed = on_changed
+        self._seconds = seconds
+        self._mark = mark
         self._until_s: dict[int, float] = {}
 
     def __iter__(self) -> Iterator[int]:
@@ -30,8 +53,8 @@ class SetAside:
         """A move of the node, which may be gone, has failed."""
         node = self._nodes.get(node_id)
         if node is not None:
-            self._until_s[node_id] = now_s + ASIDE_S
-            node.kv.is_aside = node.kv.has_failed = True
+            self._until_s[node_id] = now_s + self._seconds
+            self._mark(node, True)
             self._on_changed(node)
 
     def return_due(self, now_s: float) -> None:
@@ -55,5 +78,5 @@ class SetAside:
     def _return(self, node_ids: Iterable[int]) -> None:
         for node_id in node_ids:
             del self._until_s[node_id]
-            self._nodes[node_id].kv.is_aside = False
+            self._mark(self._nodes[node_id], False)
             self._on_changed(self._nodes[node_id])

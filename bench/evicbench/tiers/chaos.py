@@ -137,6 +137,8 @@ class Chaos(Stress):
             self.report(f"a request was answered {status}: {str(given)[:200]}")
             return
         ids, expected = tuple(given["output_ids"]), question.answer[:num_tokens]
+        if not self.is_judged(question, num_tokens):
+            expected = ids
         with self.lock:
             self.num_requests += 1
             self.num_tokens += num_tokens
@@ -144,6 +146,10 @@ class Chaos(Stress):
             self.sources.update(sources(given))
         if ids != expected:
             self.report(f"wrong: {ids}, expected {expected}; {len(question.prompt)} tokens, {sources(given)}")
+
+    def is_judged(self, question: Question, num_tokens: int) -> bool:
+        """False where KV may have been dropped on purpose."""
+        return True
 
     def _hang_up(self, question: Question, rng: random.Random) -> None:
         """Ask for a stream and leave before it ends."""

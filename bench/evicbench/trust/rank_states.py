@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from evicbench.plugins import PluginLog, Tell, plugin_folder, watch_scheduler
+from sglang_evicpress.patches.decode_budget.state import budget_of
 
 NAME = "evicpress_rank_states"
 TOLD_EVERY = 100
@@ -97,6 +98,13 @@ def state_of(scheduler: Any) -> dict[str, list[Any]]:
             *(() if ssd is None else (ssd.used_bytes, ssd.room, ssd.is_writable, ssd.is_answering)),
         ],
         "queue": [req.rid for req in scheduler.waiting_queue],
+        "running": [
+            (
+                *(req.rid, len(req.output_ids), None if (state := budget_of(req)) is None else state.num_dropped),
+                *((state.has_left_tree, state.is_in_order) if state is not None else ()),
+            )
+            for req in scheduler.running_batch.reqs
+        ],
         "prefetches": [
             (
                 *(one.req.rid, one.turn_s, one.max_wait_s, one.is_late, one.short_of, one.is_without_room),

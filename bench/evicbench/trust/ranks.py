@@ -11,6 +11,7 @@ from evicbench.report import Line
 from evicbench.testbed.server import Server
 from evicbench.tiers import chaos
 from evicbench.tiers.inputs import scratch
+from evicbench.tiers.prompts import Question
 from evicbench.tiers.ttft import Case, Clock, arguments
 from evicbench.trust.rank_states import compared
 
@@ -32,6 +33,10 @@ FAULTS = (
 """Of each rank."""
 
 
+BUDGET = 512
+BUDGET_SECONDS = 120.0
+
+
 class RankChaos(chaos.Chaos):
     """Its checks compare what ranks have decided: journal, nodes and slots."""
 
@@ -39,22 +44,46 @@ class RankChaos(chaos.Chaos):
         """Refused with several ranks."""
 
 
-def measure_agreement(seconds: float = SECONDS) -> Iterator[Line]:
+class BudgetChaos(RankChaos):
+    """Requests drop KV while they run where they are longer than the budget."""
+
+    def is_judged(self, question: Question, num_tokens: int) -> bool:
+        return len(question.prompt) + num_tokens <= BUDGET
+
+
+def measure_agreement(
+    seconds: float = SECONDS, *, page_size: int = 1, more: tuple[str, ...] = (), make: type[RankChaos] = RankChaos
+) -> Iterator[Line]:
     with compared() as states:
         env = {**RANKS_ON_CPU, "SGLANG_EVICPRESS_FAULTS": "|".join(FAULTS), **states.env}
-        found = chaos.storm(seconds, num_questions=NUM_QUESTIONS, more=TWO_RANKS, env=env, make=RankChaos)
+        found = chaos.storm(
+            seconds,
+            page_size=page_size,
+            num_questions=NUM_QUESTIONS,
+            more=(*TWO_RANKS, *more),
+            env=env,
+            make=make,
+        )
         num_rounds, problems = states.num_rounds, [*states.differences, *found.problems]
     errors = {reason: count for reason, count in sorted(found.errors.items()) if count}
     loaded = [found.sources[place] for place in ("device", "host", "storage")]
     first = f"; first: {problems[0][:300]}" if problems else ""
     yield Line(
-        f"two ranks with tiers, faults {' and '.join(FAULTS)}, for {seconds:g} s",
+        f"two ranks with tiers, {''.join(f'{flag} ' for flag in more)}pages of {page_size}, "
+        f"faults {' and '.join(FAULTS)}, for {seconds:g} s",
         "identical journals, nodes, jobs, slots and queues after every round, no hang, no wrong answer",
         f"{found.num_requests} requests ({found.num_tokens} tokens), {found.num_wrong} wrong, {found.num_hung} hung, "
         f"{num_rounds} rounds and {found.num_checks} checks, {len(problems)} problems; tokens from GPU, host, SSD: "
         f"{'/'.join(map(str, loaded))}; errors {errors}{first}",
         not problems and min(found.num_requests, num_rounds, found.num_checks, *loaded, len(errors)) > 0,
     )
+
+
+def measure_budgets(seconds: float = BUDGET_SECONDS) -> Iterator[Line]:
+    """Answers are compared where nothing is dropped: up to ``BUDGET`` tokens."""
+    for page_size in (1, 16):
+        more = ("--kv-decode-budget", str(BUDGET), "--kv-decode-interval", "16")
+        yield from measure_agreement(seconds, page_size=page_size, more=more, make=BudgetChaos)
 
 
 def measure_first_token() -> Iterator[Line]:
@@ -83,4 +112,5 @@ def measure() -> Iterator[Line]:
     walks = "two ranks without a model: random walks with faults on either, every decision and row compared"
     yield passed(walks, "all pass", "tests/contract/tiers/test_tier_ranks.py")
     yield from measure_agreement()
+    yield from measure_budgets()
     yield from measure_first_token()

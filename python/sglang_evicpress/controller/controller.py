@@ -32,19 +32,20 @@ LOG_PAUSE_S = 10.0
 class NodeOps(Protocol):
     """Operations of the radix tree for the controller; only the scheduler thread calls them. Each tells the policy."""
 
-    def compress(self, node_id: int, form: Form) -> int:
-        """Bring a node to a smaller form in place; returns the slots freed."""
+    def compress(self, node_id: int, form: Form) -> int | None:
+        """Bring a node to a smaller form in place; returns the slots freed, None where it could not be begun."""
 
     def drop(self, node_id: int, cause: str = "", number: int | None = None) -> int:
         """Forget a childless node; returns the slots freed. ``cause`` and ``number``: why, and the decision's number in
         the journal."""
 
-    def demote(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int:
+    def demote(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int | None:
         """Bring a node to a lower tier, ``at_once`` or, where it has to be copied, in the background; returns the slots
-        freed now."""
+        freed now, None where it could not be begun."""
 
-    def promote(self, node_id: int) -> None:
-        """Begin to bring a node onto the GPU, or to give it its exact KV if it is there."""
+    def promote(self, node_id: int) -> bool:
+        """Begin to bring a node onto the GPU, or to give it its exact KV if it is there; False where that is not
+        tried."""
 
     def cause_of_drop(self, node_id: int) -> str | None:
         """Why a node that is to be dropped could not become anything else, if so."""
@@ -161,7 +162,8 @@ class Controller:
         return freed
 
     def _execute(self, decision: Decision, cause: str, occasion: str, at_once: bool) -> int:
-        option, node_id, freed = decision.option, decision.node_id, 0
+        option, node_id = decision.option, decision.node_id
+        freed: int | None = 0
         if option.is_drop:
             num_tokens = self.planner.index.candidates[node_id].num_tokens
             cause = FORCED if decision.is_forced else self.ops.cause_of_drop(node_id) or cause
@@ -169,13 +171,15 @@ class Controller:
             self.num_dropped += 1
             self.dropped_tokens += num_tokens
         elif decision.is_promotion:
-            self.ops.promote(node_id)
+            freed = 0 if self.ops.promote(node_id) else None
         elif option.tier == decision.source.tier and option.form is not None:
             freed = self.ops.compress(node_id, option.form)
-            self.num_compressed[str(option.form)] += 1
+            self.num_compressed[str(option.form)] += freed is not None
         elif option.tier is not None and option.form is not None:
             freed = self.ops.demote(node_id, option.tier, option.form, at_once=at_once)
-            self.num_demoted[option.tier.label] += 1
+            self.num_demoted[option.tier.label] += freed is not None
+        if freed is None:
+            return 0
         cause = cause if option.is_drop else ""
         self.num_decisions[decision.kind, cause or occasion] += 1
         self.journal.add(decision, self.now_s, self.value_of_hit, cause, self.planner.alpha, occasion)

@@ -36,6 +36,10 @@ class Ending(Request):
     def kv_committed_len(self) -> int:
         return self.kv_allocated_len
 
+    @kv_committed_len.setter
+    def kv_committed_len(self, num_tokens: int) -> None:
+        """All that it has room for is computed."""
+
     @property
     def holds_kv(self) -> bool:
         return self.req_pool_idx is not None
@@ -62,7 +66,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "checkpoint", checkpointed)
 
 
-def checkpointed(cache: object, request: Ending) -> None:
+def checkpointed(cache: object, request: Ending, *, is_chunk: bool = False) -> None:
     request.extend_end = request.filled
     common.checkpoint_kv_cache(request, cache)
 

@@ -31,7 +31,15 @@ def _on_a_server(node: Node, view: PolicyView) -> int:
     """What a server's view says of a node of the same length and form on the same tier."""
     kv = SimpleNamespace(
         **{"copies": {} if node.tier == Tier.GPU else {node.tier: None}, "form": node.form, "is_lossy_prefix": False},
-        **{"layout": None, "has_failed": False, "unfit_codec": None, "weight": 1.0, "num_hits": 1, "last_use": 1},
+        **{
+            "layout": None,
+            "has_failed": False,
+            "lacks_room": False,
+            "unfit_codec": None,
+            "weight": 1.0,
+            "num_hits": 1,
+            "last_use": 1,
+        },
         **{"is_shadow": False, "is_aside": False, "num_prefetches": 0, "external": None},
     )
     if node.tier != Tier.GPU:

@@ -239,7 +239,7 @@ def test_adders_of_sglang_keep_their_books_under_the_names_that_are_touched(owne
 def scheduler(default: DecodeSettings | None = None, groups: LayerGroups = NO_BUDGETS) -> Any:
     """With a pool of 512 slots under a model of 4,096 tokens."""
     tree, compressor = (
-        SimpleNamespace(page_size=PAGE, has_shared_tiers=False),
+        SimpleNamespace(page_size=PAGE),
         SimpleNamespace(sinks=4, groups=groups, geometry=None),
     )
     records = BudgetRecords("cpu")

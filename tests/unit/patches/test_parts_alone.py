@@ -39,7 +39,7 @@ from sglang_evicpress.patches.tiers.loads import Loads
 from sglang_evicpress.patches.tiers.placement import Placement, tier_of
 from sglang_evicpress.patches.tiers.prefetch import Prefetcher
 from sglang_evicpress.patches.tiers.prefetches import Prefetch, Prefetches
-from sglang_evicpress.patches.tiers.promotion import Promotion
+from sglang_evicpress.patches.tiers.promotion import MOST_READS, Promotion
 from sglang_evicpress.patches.tiers.removal import Removal
 from sglang_evicpress.patches.tiers.reservations import Reservations
 from sglang_evicpress.patches.tiers.ssd_compression import SsdCompression
@@ -513,6 +513,26 @@ def test_a_node_is_verified_loaded_and_promoted_unless_it_was_used_meanwhile(is_
     world.node.kv.job.finish()
     assert world.node.kv.job is None and (world.ledger.reserved, world.entry.pins) == (0, 0)
     assert (tier_of(world.node) == Tier.HOST, world.freed == [1, 2, 3, 4]) == (is_used_meanwhile, is_used_meanwhile)
+
+
+def test_what_is_read_for_a_promotion_and_has_to_go_at_once_is_not_read_for_ever() -> None:
+    entry = SimpleNamespace(tried=False, header=Header)
+    copies = {Tier.SSD: SimpleNamespace(entry=entry, is_exact=True)}
+    node = SimpleNamespace(lock_ref=0, value=None, kv=SimpleNamespace(job=None, copies=copies))
+    read: list[object] = []
+    promotion = Promotion(
+        {1: node},
+        SimpleNamespace(now_s=lambda: 100.0),
+        *(None, None, SimpleNamespace(reads=(), start_read=lambda entry: read.append(entry) or entry)),
+        *(None, None, None, None, lambda node_id: 0.0),
+        lambda: CostSnapshot(PrefillCost(0.0, 1.0, 0.0), {Tier.SSD: TransferCost(1e-3, 1e9)}, {}),
+        lambda: 0.0,
+    )
+    assert promotion.promote(1)
+    for _ in range(10):
+        promotion.advance()
+    assert len(read) == MOST_READS and not promotion.is_busy
+    assert not promotion.promote(1)
 
 
 def any_request() -> SimpleNamespace:

@@ -46,7 +46,7 @@ class HostEntry:
 @dataclass(slots=True, eq=False)
 class SsdEntry:
     """An entry on SSD; ``ref`` is the store's name for it, ``read`` the job that reads it now; ``tried``: it was wanted
-    while nobody waited for it, and there was no room."""
+    while nobody waited for it, and there was no room, or what was read had to go again."""
 
     header: Header
     ref: Any
