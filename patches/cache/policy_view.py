@@ -64,7 +64,7 @@ class PolicyView:
         allowed_forms = 0
         # those that do not weigh quality compress on the GPU only, before anything goes down
         is_open = tier == Tier.GPU or ((tier == Tier.HOST or may_rewrite) and policy.weighs_quality)
-        may_shrink = not (kv.has_failed or kv.lacks_room)
+        may_shrink = not (kv.has_failed or (kv.lacks_room and tier != Tier.GPU))  # there it needs none
         if is_open and num_tokens >= self.min_compress_tokens and policy.compresses and may_shrink:
             allowed_forms = self.menu.smaller(kv.form)
             if kv.unfit_codec is not None:

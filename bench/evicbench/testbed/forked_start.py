@@ -5,6 +5,9 @@ then two spare processes are forked, which wait. Where SGLang spawns a process, 
 environment of that moment; it has imported SGLang and done nothing else, as a spawned one would have. Where none is
 left one is spawned as ever.
 
+Types are ignored where ``multiprocessing`` keeps a name to itself: there is no public way to hand a process to one that
+runs already.
+
 Hash seeds are those of the first process: what looks for differences between ranks starts its servers by SGLang's own
 command.
 """
