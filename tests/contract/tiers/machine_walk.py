@@ -344,7 +344,7 @@ class MachineWalk(ShadowMoves, MachineOracle):
         if node is not None and self.setting.menu in CODED:
             codec, tier = self.rng.choice(["int8", "int4", "lossless"]), self.rng.choice(self.tree.storage.tiers[1:])
             with contextlib.suppress(ValueError, IntrospectionError):
-                if codec != "int4" or self.setting.menu == "int4":
+                if ROUNDING.get(codec, 0.0) <= self.rounding:
                     self.cache.parts.admin.demote_node(node.id, tier, codec=codec)
 
     def copy_down(self) -> None:
