@@ -59,7 +59,7 @@ class PolicyTerms:
         self._least_weight = self.recompute_weight = DROP_WEIGHT if has_host else 1.0
         self.weighed = _weighed(self.costs, self.recompute_weight, is_away=False)
         self._first_stamp_s: float | None = None
-        self._refreshed_s = -REFRESH_S
+        self._refreshed_s = self._looked_s = -REFRESH_S
 
     def value_of_hit(self) -> float:
         """Weight of a node that is expected to be used once, soon enough to be kept for that: uses per second."""
@@ -83,8 +83,9 @@ class PolicyTerms:
         """Tell the policy, where that changes a prediction enough and the last time is long enough ago."""
         pause_s = max(REFRESH_S, REFRESH_S_PER_NODE * len(self._nodes))
         since_s = self.now_s - self._refreshed_s
-        if since_s < pause_s / 10:
+        if self.now_s - self._looked_s < pause_s / 10:  # to compare costs takes 0.1 ms, before a request is queued
             return
+        self._looked_s = self.now_s
         weighed, known = _weighed(costs, weight, is_away=self._is_external_away()), self.weighed
         tolerance = DRIFT if since_s >= pause_s else FAR  # loads that take twice as long as predicted come late
         if weighed.drifted_from(known, tolerance) or known.drifted_from(weighed, tolerance):

@@ -85,6 +85,7 @@ class LearnedCosts(Protocol):
     def run(self) -> Callable[..., object]: ...
     @property
     def finish(self) -> Callable[..., None]: ...
+    def learn(self) -> None: ...
 
 
 class WaitingHits(Protocol):
@@ -271,6 +272,8 @@ def begin_round(scheduler: HookedScheduler) -> None:
     # What was just prefilled joins those that run later, and its token is sent after the next batch is launched.
     delays_token = last.forward_mode.is_extend() if last is not None else not is_running
     _cache.begin_round(delays_token=delays_token and not is_idle)
+    if is_idle or not delays_token:
+        _cache.prefill_times.learn()
     _cache.decode_budgets.visit_budgets(scheduler)
     _cache.rounds.tick(is_idle=is_idle, delays_token=delays_token)
     _cache.background.begin_round(scheduler)

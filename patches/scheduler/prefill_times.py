@@ -3,7 +3,8 @@
 With the overlap scheduler a batch is launched while the one before still runs, and its result is looked at later: its
 time begins when it was launched or when the result before it was there, whichever is later. On the CPU a batch is over
 when ``run_batch`` returns, whatever the scheduler does. A batch that has waited for KV on its way back to the GPU says
-nothing of prefilling, and is not observed.
+nothing of prefilling, and is not observed. Fitting costs half a millisecond, so a batch that was timed is learned from
+in a round in which no first token waits.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ STALLED_SHARE = 0.01
 NUM_TRUSTED = 8
 """Observations before the cost they show is used."""
 
+MOST_PENDING = 8
+"""Batches that were timed and not learned from; a server of one token each never has a better moment."""
+
 
 class TimedBatch(Protocol):
     """SGLang's ScheduleBatch."""
@@ -62,6 +66,7 @@ class PrefillTimes:
         self._clock = clock
         self._num_seen = 0
         self._last_result_s = 0.0
+        self._pending: list[tuple[list[tuple[int, int]], float]] = []  # chunks and seconds to learn from
         self.not_loaded_s = 0.0  # that computing took which could have been loaded, see ``note_not_loaded``
 
     @property
@@ -121,8 +126,16 @@ class PrefillTimes:
             return
         self._num_seen += 1
         if self._num_seen > NUM_WARM_UP and seconds > 0.0:
+            self._pending.append((chunks, seconds))
+            if len(self._pending) >= MOST_PENDING:
+                self.learn()
+
+    def learn(self) -> None:
+        """Learn from the batches that were timed since."""
+        for chunks, seconds in self._pending:
             self._model.observe_prefill(chunks, seconds)
-            self.num_observed += 1
+        self.num_observed += len(self._pending)
+        self._pending.clear()
 
 
 def note_not_loaded(req: QueuedRequest, num_tokens: int) -> None:

@@ -28,6 +28,7 @@ from sglang_evicpress.patches.scheduler import hooks
 from sglang_evicpress.patches.scheduler.hooks import Stamp
 from sglang_evicpress.patches.scheduler.prefill_times import (
     LEAST_TOKENS,
+    MOST_PENDING,
     NUM_TRUSTED,
     NUM_WARM_UP,
     PrefillTimes,
@@ -54,7 +55,9 @@ class FakeCache:
         self.stamps: list[tuple[float, CostSnapshot, float]] = []
         self.congestion = SimpleNamespace(value=2.5)
         self.expected: list[str] = []
-        self.prefill_times = SimpleNamespace(costs=SEEN)
+        self.learned_after: list[int] = []  # so many rounds
+        learn = lambda: self.learned_after.append(len(self.rounds_that_delay))  # noqa: E731
+        self.prefill_times = SimpleNamespace(costs=SEEN, learn=learn)
         self.queued_hits = SimpleNamespace(keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
         self.has_tiers = False
         self.started: list[object] = []
@@ -350,6 +353,7 @@ def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCach
     assert scheduler.running_batch.batch_is_full
     assert cache.ticks == [(True, True), (True, True), (False, False)]
     assert cache.rounds_that_delay == [False, False, False], "nobody waits for an idle round"
+    assert cache.learned_after == [1, 2, 3]
 
 
 def test_a_server_is_not_idle_between_a_prefill_and_its_token(cache: FakeCache) -> None:
@@ -362,6 +366,7 @@ def test_a_server_is_not_idle_between_a_prefill_and_its_token(cache: FakeCache) 
     hooks.begin_round(scheduler)
     assert cache.ticks == [(False, True), (False, False), (False, True)], "(is idle, plans would delay a first token)"
     assert cache.rounds_that_delay == [True, False, True]
+    assert cache.learned_after == [2], "no first token waits until the last batches were learned from"
 
 
 def adder(*admitted: str) -> Any:
@@ -596,6 +601,7 @@ class Run:
 
     def wait(self, result: Any) -> None:
         self.times.finish(result)
+        self.times.learn()
 
 
 def test_without_overlap_a_batch_takes_from_launch_to_result() -> None:
@@ -678,6 +684,17 @@ def test_a_few_tokens_behind_a_cached_prefix_say_nothing_of_whole_prompts() -> N
     assert run.model.seen == [] and run.times.cost is START
     run.wait(run.launch(batch(new=LEAST_TOKENS, prefix=4000), 5.0))
     assert run.model.seen == [([(LEAST_TOKENS, 4000)], 5.0)]
+
+
+@pytest.mark.parametrize("is_synchronous", [True, False])
+def test_batches_are_learned_from_later_but_no_more_than_a_few_wait_for_it(is_synchronous: bool) -> None:
+    run = Run()
+    for number in range(1, MOST_PENDING + 3):
+        run.times.finish(run.launch(batch(new=100 * number), 1.0, is_synchronous))
+        assert len(run.model.seen) == run.times.num_observed == number // MOST_PENDING * MOST_PENDING
+    run.times.learn()
+    run.times.learn()
+    assert run.model.seen == [([(100 * number, 0)], 1.0) for number in range(1, MOST_PENDING + 3)]
 
 
 def test_the_law_is_trusted_after_a_few_observations() -> None:
