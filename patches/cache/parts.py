@@ -228,7 +228,7 @@ class Parts:
             tree.storage,
             tree.background_clock,
             (self.idle_promotion, self.idle_compression, tiers.external_writes),
-            first=(lambda: tiers.loads.start(None), tiers.ssd_io.begin_round),  # of a round that has come to no batch
+            first=(lambda: tiers.loads.start(None), tiers.ssd_io.begin_round, self._return_due),
             keep_room=self.background_demotion.keep_room,
             last=self._end_round,
         )
@@ -296,6 +296,11 @@ class Parts:
         if self._num_put_off % MOST_PUT_OFF == 0:
             self.round_begun()
 
+    def _return_due(self) -> None:
+        """Not by the stamped clock, which stands still while no request comes."""
+        if self.tree.without_room:
+            self.tree.without_room.return_due(self.tree.storage.now_s())
+
     def _end_round(self) -> None:
         self.tiers.external_reads.advance()
         self.tiers.prefetcher.advance()
@@ -342,8 +347,9 @@ class Parts:
             self.slot_checks.clear,
         )
         terms.advanced.subscribe(self.moves.retry_failed, tree.quality.refresh_default)
-        terms.advanced.subscribe(self.quality_control.follow_clock, lambda: tree.without_room.return_due(terms.now_s))
-        self.round_begun.subscribe(tree.queued_hits.grow_older, tree.policy.advance, tree.quality.advance)
+        self.round_begun.subscribe(
+            self.quality_control.follow_clock, tree.queued_hits.grow_older, tree.policy.advance, tree.quality.advance
+        )
         terms.costs_changed.subscribe(tree.policy.refresh)
         tree.quality.judged.subscribe(self.quality_control.note_judged)
         self.views.admitted.subscribe(

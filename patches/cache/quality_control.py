@@ -132,7 +132,7 @@ class QualityControl:
                 self.target.note_judged(predicted, observed)
 
     def follow_clock(self) -> None:
-        """Called as the clock goes on."""
+        """Called every round, but where a first token would wait for it."""
         if self.target is not None and self.target.quality < 1.0:
             alpha = self.target.next_alpha(self.terms.now_s, self.terms.weighed.prefill, len(self.nodes))
             if alpha is not None:

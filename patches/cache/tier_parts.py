@@ -141,7 +141,7 @@ class TierParts:
             self.ssd_io,
             self.gpu_ops,
             compressor,
-            lambda node: tree.without_room.add(node.id, tree.terms.now_s),
+            lambda node: tree.without_room.add(node.id, tree.storage.now_s()),
         )
         self.ssd_compression = SsdCompression(
             nodes,
@@ -230,7 +230,7 @@ class TierParts:
             self.checks.start,
             self.placement.place,
             self.fill_replace.replace,
-            self.holds.left_s,
+            self.holds,
             lambda: tree.terms.costs,
             lambda: tree.background_clock.busy_s,
         )

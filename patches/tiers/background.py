@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.controller.controller import AHEAD
+from sglang_evicpress.controller.controller import AHEAD, NO_COPY
 from sglang_evicpress.core import Decision, Option, Tier
 from sglang_evicpress.patches.tiers.types import (
     Backups,
@@ -48,8 +48,10 @@ class Marking(Protocol):
 
 
 class SsdRoom(Protocol):
-    """Room on the SSD."""
+    """Room on the SSD; ``may_write``: it takes more."""
 
+    @property
+    def may_write(self) -> bool: ...
     def drop_fragments(self) -> None: ...
     def make_ssd_room(self, num_bytes: int) -> None: ...
 
@@ -143,9 +145,14 @@ class BackgroundDemotion:
         return num_begun
 
     def _release(self, tier: Tier, num_bytes: int) -> int:
-        plan = self._plan_ahead(tier, num_bytes, MOST_NODES)
+        plan, former = self._plan_ahead(tier, num_bytes, MOST_NODES), self.controller.num_moves
         self.controller.execute(plan, occasion=AHEAD)
-        return len(plan)
+        is_in_vain = self.controller.num_moves == former and any(one.option.tier == Tier.SSD for one in plan)
+        if is_in_vain and tier == Tier.HOST and not self.ssd.may_write:
+            # It was planned as if the SSD took it all, so that nothing there is dropped for what will not come.
+            plan = self.plans.plan_without_copies(tier, self.plans.bounded(tier, num_bytes, MOST_NODES))
+            self.controller.execute(plan, NO_COPY, occasion=AHEAD)
+        return self.controller.num_moves - former
 
     def _plan_ahead(self, tier: Tier, num_bytes: int, num_nodes: int) -> Sequence[Decision]:
         return self.controller.planner.plan(tier, num_bytes, self.room.room(), most_nodes=num_nodes)
@@ -186,8 +193,7 @@ class BackgroundDemotion:
             self.ssd.make_ssd_room(int(SSD_HIGH_SHARE * ssd.store.capacity_bytes))
 
     def _free_on_host(self) -> int:
-        taken = self.plans.held_bytes(Tier.HOST) + self.room.copying_bytes + self._prepared_bytes()
-        return self.storage.host.num_bytes - taken
+        return self.room.room()[Tier.HOST] - self._prepared_bytes()
 
     def _keep_host_room(self) -> int:
         """Below the low watermark of free host memory nodes go on to the SSD, or are dropped, up to the high one, or to

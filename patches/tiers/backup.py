@@ -176,7 +176,7 @@ class BackupJob(Job):
         copier, host = owner.storage.copier, owner.storage.host
         with owner.streams.ahead_of_next_pass():
             self.end_saving = copier.begin_save(self.slots, self.layout, host.arena, self.entry.runs, self.form.codec)
-        owner.room.begin_copy(self.num_bytes)
+        owner.room.begin_copy(self.num_bytes, is_held=True)
         host.pin(self.entry)
         self.entry.arrival = self
         owner.placement.add_copy(node, self._copy_of(node))
@@ -202,7 +202,7 @@ class BackupJob(Job):
 
     def finish(self) -> None:
         owner = self.owner
-        owner.room.end_copy(self.num_bytes)
+        owner.room.end_copy(self.num_bytes, is_held=self.end_saving is not None)
         if self.error is None:
             self.entry.checked_s = owner.storage.now_s()
         if self.entry.arrival is self:

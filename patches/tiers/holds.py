@@ -1,5 +1,5 @@
-"""Nodes that were moved or compressed by hand: idle promotion keeps from them until a request matches them or the time
-is over. Pressure still moves a held node down, or drops it."""
+"""Nodes that were moved or compressed by hand, or could not be had from the SSD: idle promotion keeps from them until a
+request matches them or the time is over. Pressure still moves a held node down, or drops it."""
 
 from __future__ import annotations
 

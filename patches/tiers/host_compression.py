@@ -51,7 +51,7 @@ class _Kept:
 @dataclass(eq=False, repr=False)
 class HostCompression:
     """Compresses below the GPU. On the scheduler thread but for ``run`` of its job. ``lacks_room`` is told of a node
-    that only the host has and for whose smaller copy there is no room."""
+    that only the host has and for whose smaller copy there is no room, or that would not be smaller."""
 
     nodes: Mapping[int, Node]
     storage: Tiers
@@ -89,7 +89,9 @@ class HostCompression:
         kept = _Kept.of_copy(copy)
         if form.pressed != copy.form.pressed:
             kept = self._kept_in(node, form, copy) or kept
-            if kept.total >= _Kept.of_copy(copy).total:
+            if kept.total >= _Kept.of_copy(copy).total:  # a piece that was split off an entry may keep few tokens
+                if node.value is None:
+                    self.lacks_room(node)
                 return False
         if node.lock_ref > 0 or is_reserved(node) or self._is_copied(node):
             return False

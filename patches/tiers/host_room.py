@@ -29,17 +29,20 @@ class HostRoom:
 
     def __post_init__(self) -> None:
         self.copying_bytes = self.wanted_bytes = self.num_plans = 0
+        self._held_bytes = 0  # of those on their way: nodes hold them already
 
     @property
     def is_busy(self) -> bool:
         """Too much is on its way to begin another copy."""
         return self.copying_bytes > MOST_COPIED_SHARE * self.storage.host.num_bytes
 
-    def begin_copy(self, num_bytes: int) -> None:
+    def begin_copy(self, num_bytes: int, *, is_held: bool = False) -> None:
+        """``is_held``: its node counts as holding it from now on."""
         self.copying_bytes += num_bytes
+        self._held_bytes += num_bytes if is_held else 0
 
-    def end_copy(self, num_bytes: int) -> None:
-        self.copying_bytes -= num_bytes
+    def end_copy(self, num_bytes: int, *, is_held: bool = False) -> None:
+        self.begin_copy(-num_bytes, is_held=is_held)
 
     def want(self, num_bytes: int) -> None:
         """There was no room for so many bytes."""
@@ -122,8 +125,8 @@ class HostRoom:
         """Free bytes below the GPU, redundant copies counted as free."""
         free_bytes = {}
         if self.storage.has_host:
-            num_bytes = self.plans.held_bytes(Tier.HOST)
-            free_bytes[Tier.HOST] = max(0, self.storage.host.num_bytes - num_bytes - self.copying_bytes)
+            taken = self.plans.held_bytes(Tier.HOST) + self.copying_bytes - self._held_bytes
+            free_bytes[Tier.HOST] = max(0, self.storage.host.num_bytes - taken)
         if self.storage.ssd is not None:
             free_bytes[Tier.SSD] = self.storage.ssd.room
         return free_bytes

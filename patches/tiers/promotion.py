@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -28,12 +29,23 @@ FREE_SHARE = 1 / 8
 MOST_READS = 3
 """Of one SSD entry, for one promotion: on a full host what was read may have to go before it is loaded."""
 
+RETRY_S = 60.0
+"""So long a node stays where it is of which the SSD entry could not be had, unless a request matches it: others come
+up meanwhile."""
+
+
+class TimedHolds(Protocol):
+    """Nodes that stay where they are for a while, see ``Holds``."""
+
+    def hold(self, node_id: int, seconds: float) -> None: ...
+    def left_s(self, node_id: int) -> float: ...
+
 
 @dataclass(eq=False, repr=False)
 class Promotion:
     """Carries promotions out. ``start_unseen`` begins a load that no request waits for, ``start_check`` verifies a host
-    entry; ``place`` and ``replace`` give slots to a node that is below, or lossy on the GPU; ``hold_left_s``: seconds
-    until a node may be promoted; ``busy_s``: when a request last ran or waited ."""
+    entry; ``place`` and ``replace`` give slots to a node that is below, or lossy on the GPU; ``holds``: nodes that
+    stay where they are for a while; ``busy_s``: when a request last ran or waited."""
 
     nodes: Mapping[int, Node]
     storage: Tiers
@@ -44,7 +56,7 @@ class Promotion:
     start_check: Callable[[HostEntry], Job]
     place: Callable[[Node, Copy, torch.Tensor], torch.Tensor]
     replace: Callable[[Node, torch.Tensor, bool], None]
-    hold_left_s: Callable[[int], float]
+    holds: TimedHolds
     costs: Callable[[], CostSnapshot]
     busy_s: Callable[[], float]
 
@@ -57,11 +69,11 @@ class Promotion:
         return bool(self._source_tiers)
 
     def promote(self, node_id: int) -> bool:
-        """Begin to bring a node onto the GPU, or to give it its exact KV if it is there; False where it was tried in
-        vain."""
+        """Begin to bring a node onto the GPU, or to give it its exact KV if it is there; False where nothing has
+        that."""
         node = self.nodes[node_id]
         tier = min(node.kv.copies) if node.value is None else exact_tier_of(node)
-        if tier is None or (tier == Tier.SSD and node.kv.copies[Tier.SSD].entry.tried):
+        if tier is None:
             return False
         self._source_tiers[node_id] = tier
         return True
@@ -83,14 +95,14 @@ class Promotion:
         node = self.nodes.get(node_id)
         if node is None or node.lock_ref > 0 or (node.value is not None and not is_lossy(node)):
             return False
-        if self.hold_left_s(node_id) > 0.0:
+        if self.holds.left_s(node_id) > 0.0:
             return False
         if node.kv.job is not None:
             return True
         copy = node.kv.copies.get(Tier.HOST)
         if copy is None or (node.value is not None and not copy.is_exact):
             below = node.kv.copies.get(Tier.SSD)
-            if tier != Tier.SSD or below is None or below.entry.tried:
+            if tier != Tier.SSD or below is None:
                 return False
             if node.value is not None and not below.is_exact:
                 return False  # it was promoted as it is
@@ -99,7 +111,8 @@ class Promotion:
                 return True  # a request that comes now would have to wait for it: none came for as long as it takes
             read = self.ssd.start_read(below.entry)
             self._num_reads[node_id] += 1
-            below.entry.tried = read is None or self._num_reads[node_id] >= MOST_READS
+            if read is None or self._num_reads[node_id] >= MOST_READS:
+                self.holds.hold(node_id, RETRY_S)
             return read is not None
         if not is_verified(copy.entry, self.storage.now_s()):
             self.start_check(copy.entry)
@@ -135,7 +148,7 @@ class Promotion:
     def _fits(self, node: Node, version: int, copy: Copy) -> bool:
         """True if the node is still what it was when the load began."""
         is_same = node.kv.version == version and node.kv.copies.get(Tier.HOST) is copy
-        return is_same and _is_reachable(node) and node.lock_ref == 0 and not self.hold_left_s(node.id)
+        return is_same and _is_reachable(node) and node.lock_ref == 0 and not self.holds.left_s(node.id)
 
 
 def _is_reachable(node: Node) -> bool:

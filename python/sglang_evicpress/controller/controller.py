@@ -102,6 +102,11 @@ class Controller:
         return self._policy.planner
 
     @property
+    def num_moves(self) -> int:
+        """Decisions carried out."""
+        return self.num_decisions.total()
+
+    @property
     def now_s(self) -> float:
         return self._terms.now_s
 

@@ -203,8 +203,11 @@ def test_alpha_follows_at_the_stamped_clock() -> None:
     walk.wait_s(0.0)
     start = stats(walk)["alpha"]
     earn(walk, 100)
+    walk.cache.parts.round_begun()
     assert stats(walk)["alpha"] == start
     walk.wait_s(20.0)
+    assert stats(walk)["alpha"] == start, "a round follows the clock, in which no first token waits"
+    walk.cache.parts.round_begun()
     policy = walk.cache.policy.planner.policy
     assert isinstance(policy, EvicPressPolicy)
     assert stats(walk)["alpha"] == policy.alpha < start / 2

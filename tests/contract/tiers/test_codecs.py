@@ -226,7 +226,7 @@ def test_a_node_without_room_below_stays_where_its_smaller_form_takes_as_many_sl
     walk = coded(page_size=16, policy="evicpress", has_ssd=False, host_bytes=4096)  # half of what the node takes
     _, node = cached(walk, 16)
     form = Form("random", 0.5, "int8")
-    assert walk.cache.parts.moves.demote(node.id, Tier.HOST, form, at_once=True) == 0
+    assert walk.cache.parts.moves.demote(node.id, Tier.HOST, form, at_once=True) is None
     assert node.kv.form == EXACT and node.value is not None and not node.kv.copies
 
 

@@ -3,6 +3,7 @@ the tiers' walk knows."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node import num_slots
+from sglang_evicpress.patches.tree.set_aside import WITHOUT_ROOM_S
 from sglang_evicpress.press import QueryWindow
 
 pytestmark = pytest.mark.sglang
@@ -198,6 +200,23 @@ def test_without_room_for_both_copies_a_node_stays_as_it_is(opened: Opened) -> N
     walk.settle()
 
 
+def test_a_node_that_cannot_shrink_is_planned_otherwise_for_a_while_also_where_no_request_comes(opened: Opened) -> None:
+    walk = opened(has_ssd=False)
+    _, node = cached(walk, 120)
+    sent(walk, node, Tier.HOST)
+    small = Form("random", 0.2)
+    assert walk.tiers.host_compression.compress_on_host(node, small)
+    walk.settle()
+    assert node.kv.form == small and not node.kv.lacks_room
+    assert walk.cache.parts.moves.compress(node.id, Form("random", 0.5, "int4")) is None, "more tokens in fewer bytes"
+    assert node.kv.lacks_room
+    walk.tick()
+    assert node.kv.lacks_room
+    time.sleep(WITHOUT_ROOM_S)
+    walk.tick()
+    assert not node.kv.lacks_room
+
+
 def test_a_copy_to_fall_back_on_is_not_given_up_to_make_room(opened: Opened) -> None:
     """A node compressed on the GPU has its exact copy in a host memory that has no room for both."""
     walk = opened(has_ssd=False, host_bytes=64 << 10)
@@ -241,7 +260,7 @@ def test_a_way_out_that_is_gone_is_not_taken(opened: Opened) -> None:
     walk = opened(has_ssd=False)
     _, node = cached(walk, 100)
     walk.cache.parts.moves.compress(node.id, KNORM)
-    assert walk.cache.parts.moves.demote(node.id, Tier.HOST, EXACT) == 0  # as which it lay there when the plan was made
+    assert walk.cache.parts.moves.demote(node.id, Tier.HOST, EXACT) is None, "it lay there so when the plan was made"
     assert node.value is not None and node.kv.form == KNORM and not node.kv.is_leaving
 
 

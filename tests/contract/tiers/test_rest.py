@@ -68,12 +68,26 @@ def table() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("menu", "page_size", "seed"),
-    [("int8", 1, 0), ("int8", 1, 1), ("int8", 1, 2), ("lossless", 16, 0), ("uneven", 1, 0), ("press", 4, 0)],
+    ("menu", "page_size", "seed", "takes_writes"),
+    [
+        ("int8", 1, 0, True),
+        ("int8", 1, 1, True),
+        ("int8", 1, 2, True),
+        ("lossless", 16, 0, True),
+        ("uneven", 1, 0, True),
+        ("press", 4, 0, True),
+        ("int8", 1, 0, False),
+        ("exact", 1, 0, False),
+    ],
 )
-def test_nothing_goes_on_where_nobody_asks(table: None, tmp_path: Path, menu: str, page_size: int, seed: int) -> None:
+def test_nothing_goes_on_where_nobody_asks(
+    table: None, tmp_path: Path, menu: str, page_size: int, seed: int, takes_writes: bool
+) -> None:
     walk = NewTexts(Setting(menu, page_size, torch.bfloat16), tmp_path, random.Random(seed))
     walk.be_patient()
+    if not takes_writes:
+        walk.serve_some()
+        walk.cache.ssd.wear.allows = lambda now_s: False
     for _ in range(3):
         walk.serve_some()
         walk.pass_rounds(SETTLING)

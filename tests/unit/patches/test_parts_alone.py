@@ -39,7 +39,7 @@ from sglang_evicpress.patches.tiers.loads import Loads
 from sglang_evicpress.patches.tiers.placement import Placement, tier_of
 from sglang_evicpress.patches.tiers.prefetch import Prefetcher
 from sglang_evicpress.patches.tiers.prefetches import Prefetch, Prefetches
-from sglang_evicpress.patches.tiers.promotion import MOST_READS, Promotion
+from sglang_evicpress.patches.tiers.promotion import MOST_READS, RETRY_S, Promotion
 from sglang_evicpress.patches.tiers.removal import Removal
 from sglang_evicpress.patches.tiers.reservations import Reservations
 from sglang_evicpress.patches.tiers.ssd_compression import SsdCompression
@@ -363,6 +363,21 @@ def test_host_room_is_made_of_spare_copies_but_not_of_those_to_keep() -> None:
     assert room.host_room(5 * 4096) is None, "more than there is"
 
 
+def test_what_a_node_holds_already_takes_host_memory_once_though_it_is_still_on_its_way() -> None:
+    world, held = World(4), [0]
+    plans = SimpleNamespace(held_bytes=lambda tier: held[0])
+    room = HostRoom(world.nodes, world, world.placement, world.removal, plans, world.changes)
+    free = world.host.num_bytes
+    room.begin_copy(4096)
+    assert room.room() == {Tier.HOST: free - 4096}
+    room.end_copy(4096)
+    room.begin_copy(4096, is_held=True)
+    held[0] = 4096
+    assert room.room() == {Tier.HOST: free - 4096} and room.copying_bytes == 4096
+    room.end_copy(4096, is_held=True)
+    assert room.room() == {Tier.HOST: free - 4096} and room.copying_bytes == 0
+
+
 def test_a_node_is_set_aside_for_a_while() -> None:
     world, changed = World(2), list[int]()
     aside = SetAside(world.nodes, lambda node: changed.append(node.id))
@@ -484,6 +499,11 @@ def test_nobody_gets_the_slots_of_a_load_that_outlives_the_tree(monkeypatch: pyt
     assert world.pool.available_size() == 16
 
 
+def holds_in(held: dict[int, float]) -> SimpleNamespace:
+    """Seconds for which nodes stay where they are, by id."""
+    return SimpleNamespace(hold=held.__setitem__, left_s=lambda node_id: held.get(node_id, 0.0))
+
+
 @pytest.mark.parametrize("is_used_meanwhile", [False, True])
 def test_a_node_is_verified_loaded_and_promoted_unless_it_was_used_meanwhile(is_used_meanwhile: bool) -> None:
     world = Loading()
@@ -498,7 +518,7 @@ def test_a_node_is_verified_loaded_and_promoted_unless_it_was_used_meanwhile(is_
         checks.start,
         world.placement.place,
         lambda node, slots, is_lossy: None,
-        lambda node_id: 0.0,
+        holds_in({}),
         lambda: None,
         lambda: 0.0,
     )
@@ -516,7 +536,7 @@ def test_a_node_is_verified_loaded_and_promoted_unless_it_was_used_meanwhile(is_
 
 
 def test_what_is_read_for_a_promotion_and_has_to_go_at_once_is_not_read_for_ever() -> None:
-    entry = SimpleNamespace(tried=False, header=Header)
+    entry, held = SimpleNamespace(header=Header), dict[int, float]()
     copies = {Tier.SSD: SimpleNamespace(entry=entry, is_exact=True)}
     node = SimpleNamespace(lock_ref=0, value=None, kv=SimpleNamespace(job=None, copies=copies))
     read: list[object] = []
@@ -524,7 +544,7 @@ def test_what_is_read_for_a_promotion_and_has_to_go_at_once_is_not_read_for_ever
         {1: node},
         SimpleNamespace(now_s=lambda: 100.0),
         *(None, None, SimpleNamespace(reads=(), start_read=lambda entry: read.append(entry) or entry)),
-        *(None, None, None, None, lambda node_id: 0.0),
+        *(None, None, None, None, holds_in(held)),
         lambda: CostSnapshot(PrefillCost(0.0, 1.0, 0.0), {Tier.SSD: TransferCost(1e-3, 1e9)}, {}),
         lambda: 0.0,
     )
@@ -532,7 +552,7 @@ def test_what_is_read_for_a_promotion_and_has_to_go_at_once_is_not_read_for_ever
     for _ in range(10):
         promotion.advance()
     assert len(read) == MOST_READS and not promotion.is_busy
-    assert not promotion.promote(1)
+    assert held == {1: RETRY_S}, "others come up meanwhile"
 
 
 def any_request() -> SimpleNamespace:

@@ -195,7 +195,8 @@ def background(world: World, backup: object, form: Form, **planner: object) -> t
     plan = lambda tier, *_, most_nodes: decisions if tier == Tier.GPU else []  # noqa: E731
     controller.planner = SimpleNamespace(plan=plan, **planner)
     plans = SimpleNamespace(held_bytes=lambda tier: 0)
-    room = SimpleNamespace(copying_bytes=0, wanted_bytes=0, end_plan=lambda: None, room=dict)
+    free = lambda: {Tier.HOST: world.host.num_bytes}  # noqa: E731
+    room = SimpleNamespace(copying_bytes=0, wanted_bytes=0, end_plan=lambda: None, room=free)
     parts = world.nodes, controller.pool, SimpleNamespace(evictable=SLOTS), controller, world, world.adapters
     made = BackgroundDemotion(
         *parts,

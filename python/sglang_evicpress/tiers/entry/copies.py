@@ -45,14 +45,12 @@ class HostEntry:
 
 @dataclass(slots=True, eq=False)
 class SsdEntry:
-    """An entry on SSD; ``ref`` is the store's name for it, ``read`` the job that reads it now; ``tried``: it was wanted
-    while nobody waited for it, and there was no room, or what was read had to go again."""
+    """An entry on SSD; ``ref`` is the store's name for it, ``read`` the job that reads it now."""
 
     header: Header
     ref: Any
     owners: set[int] = field(default_factory=set)
     read: Any = None
-    tried: bool = False
 
 
 class Rows(NamedTuple):
