@@ -201,9 +201,9 @@ def test_with_a_fixed_alpha_nothing_is_refused_or_tuned() -> None:
 def test_alpha_follows_at_the_stamped_clock() -> None:
     walk = make_walk()
     walk.wait_s(0.0)
+    walk.cache.parts.round_begun()
     start = stats(walk)["alpha"]
     earn(walk, 100)
-    walk.cache.parts.round_begun()
     assert stats(walk)["alpha"] == start
     walk.wait_s(20.0)
     assert stats(walk)["alpha"] == start, "a round follows the clock, in which no first token waits"
