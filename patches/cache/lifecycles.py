@@ -17,24 +17,26 @@ class CacheOf0515(EvicPressCache):
     """SGLang 0.5.15.post1: a request itself says how much of its KV is good."""
 
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
+        self.late_checkpoints.settle()
         is_insert = self.decode_budgets.note_end(req) and is_insert  # first: from then on it holds no KV
         self.end_request(req, req.pop_committed_kv_cache(), is_insert=is_insert)
         _unlock_last(self, req)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        self.keep_running(req, req.get_fill_ids(), is_chunk=chunked)
+        self.late_checkpoints.keep(req, req.get_fill_ids(), is_chunk=chunked)
 
 
 class CacheOf0517(EvicPressCache):
     """SGLang 0.5.17: who ends a request says how much of its KV is good."""
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        self.late_checkpoints.settle()
         is_insert = self.decode_budgets.note_end(req) and is_insert
         self.end_request(req, kv_len_to_handle, is_insert=is_insert)
         _unlock_last(self, req)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        self.keep_running(req, req.get_fill_ids(), is_chunk=chunked)
+        self.late_checkpoints.keep(req, req.get_fill_ids(), is_chunk=chunked)
 
 
 def _unlock_last(cache: EvicPressCache, req: Any) -> None:
@@ -57,9 +59,10 @@ class CacheOf0523(EvicPressCache):
             self._ending_is_kept = True
             return
         tokens = req.full_untruncated_fill_ids
-        self.keep_running(req, tokens[:up_to], is_chunk=up_to < len(tokens))
+        self.late_checkpoints.keep(req, tokens[:up_to], is_chunk=up_to < len(tokens))
 
     def claim_kv_row(self, req: Any) -> bool:
+        self.late_checkpoints.settle()
         self._ending, self._ending_is_kept = req, False
         return False
 

@@ -37,6 +37,7 @@ from sglang_evicpress.patches.cache.inspection import TreeInspection
 from sglang_evicpress.patches.cache.inspector import Inspector
 from sglang_evicpress.patches.cache.integrity import Integrity, num_running
 from sglang_evicpress.patches.cache.kv_events import KvEvents
+from sglang_evicpress.patches.cache.late_checkpoints import LateCheckpoints
 from sglang_evicpress.patches.cache.metrics import metrics_of
 from sglang_evicpress.patches.cache.outside import Outside
 from sglang_evicpress.patches.cache.parts import Parts
@@ -102,8 +103,8 @@ class EvicPressCache(RadixCache):
         self.placement, self.shadows, self.block_events = tiers.placement, parts.shadows, KvEvents(self)
         if params.enable_kv_cache_events:
             self.block_events.follow(tree.changes)
-        self.background, self.views = parts.background, parts.views
-        self.prefill_times = PrefillTimes(tree.terms.cost_model)
+        self.background, self.prefill_times = parts.background, PrefillTimes(tree.terms.cost_model)
+        self.views, self.late_checkpoints = parts.views, LateCheckpoints(self.keep_running)
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.vocab_size, self._tick = MAX_TOKEN + 1, 0  # the model's, where it is known
@@ -120,11 +121,9 @@ class EvicPressCache(RadixCache):
         figures = tree.terms, tree.policy, tree.queue, self.prefill_times, tree.queued_hits, self, tree.ledger
         counted = parts.controller, parts.quality_control, parts.recomputation.counts
         served = parts.served.counts, parts.first_tokens.times, tree.storage
-        evictions = tree.eviction_log.describe_evictions
-        checked = tree.ledger, tree.policy, parts.view.stats_of, tree.aside
-        alike = tree.ranks, parts.controller.journal.digest
-        integrity = Integrity(self, *checked, self, parts.shadows.shadow_nodes, *alike)
-        statistics = Statistics(config, *figures, *counted, *served, evictions)
+        checked = tree.ledger, tree.policy, parts.view.stats_of, tree.aside, self, parts.shadows.shadow_nodes
+        integrity = Integrity(self, *checked, tree.ranks, parts.controller.journal.digest)
+        statistics = Statistics(config, *figures, *counted, *served, tree.eviction_log.describe_evictions)
         shown = inspection, statistics.describe_stats, integrity.check_integrity, parts.admin
         requests = RequestsInspection(self, records, self.device)
         self.inspector = Inspector(*shown, requests, parts.shadows, tree.quality, parts.background.counts)
@@ -148,6 +147,7 @@ class EvicPressCache(RadixCache):
                 know_adapters=tree.adapters.know_adapters,
                 decode_budgets=self.decode_budgets,
                 background=parts.background,
+                defer_checkpoints=self.late_checkpoints.deferring,
                 first_tokens=parts.first_tokens,
                 metrics=metrics_of(scheduler, self.inspector, budgets, tree.quality.counts),
                 agreement=tree.storage.agreement,

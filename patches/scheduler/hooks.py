@@ -201,6 +201,7 @@ class HookedCache:
     know_adapters: Callable[[], None]
     decode_budgets: HookedBudgets
     background: HookedGuests
+    defer_checkpoints: Callable[[], AbstractContextManager[None]]
     first_tokens: HookedFirstTokens
     metrics: HookedMetrics | None
     agreement: Agreement | None = None
@@ -380,11 +381,16 @@ def _around_run_batch(
     return cache.prefill_times.run(batch, launch, is_synchronous, cache.loads.stalled_s)
 
 
-def _before_process_batch_result(scheduler: object, batch: object, result: object) -> None:
-    """BEFORE ``process_batch_result``."""
-    if _cache is not None:
-        _cache.prefill_times.finish(result)
-        _cache.first_tokens.note(batch)
+def _around_process_batch_result(
+    original: Callable[..., object], scheduler: object, batch: object, result: object
+) -> object:
+    """AROUND ``process_batch_result``, which sends tokens when it has handed their KV to the tree."""
+    if _cache is None:
+        return original(scheduler, batch, result)
+    _cache.prefill_times.finish(result)
+    _cache.first_tokens.note(batch)
+    with _cache.defer_checkpoints():
+        return original(scheduler, batch, result)
 
 
 def _before_weights_change(updater: object, *_: object, **__: object) -> None:
@@ -443,7 +449,7 @@ def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     registry.register(ADDER + "add_one_req", _around_add_one_req, hook_type.AROUND)
     registry.register(ADDER + "add_chunked_req", _around_add_chunked_req, hook_type.AROUND)
     registry.register(SCHEDULER + "run_batch", _around_run_batch, hook_type.AROUND)
-    registry.register(SCHEDULER + "process_batch_result", _before_process_batch_result, hook_type.BEFORE)
+    registry.register(SCHEDULER + "process_batch_result", _around_process_batch_result, hook_type.AROUND)
     for source in ("disk", "distributed", "tensor", "ipc"):
         registry.register(f"{UPDATER}update_weights_from_{source}", _before_weights_change, hook_type.BEFORE)
         registry.register(f"{UPDATER}update_weights_from_{source}", _after_weights_change, hook_type.AFTER)

@@ -37,7 +37,7 @@ def paired(servers: Sequence[Server], prompts: Sequence[list[int]], num_tokens: 
     return first, between
 
 
-def overhead(pairs: int, seed: int = 0, most: float = OVERHEAD_BOUND) -> list[Line]:
+def overhead(pairs: int, seed: int = 0, most: float = OVERHEAD_BOUND, most_starts: int = STARTS) -> list[Line]:
     """Everything fits, nothing is compressed: half the prompts are new, half extend one that is cached."""
     rng = random.Random(seed)
     contexts = [[rng.randrange(6, 480) for _ in range(1000)] for _ in range(8)]
@@ -46,7 +46,7 @@ def overhead(pairs: int, seed: int = 0, most: float = OVERHEAD_BOUND) -> list[Li
         fresh = [rng.randrange(6, 480) for _ in range(600)]
         prompts.append(fresh if index % 2 else contexts[index // 2 % len(contexts)] + fresh[:20])
     first, between = list[float](), list[float]()
-    starts = min(STARTS, max(1, pairs // _LEAST_PAIRS))
+    starts = min(most_starts, max(1, pairs // _LEAST_PAIRS))
     for start in range(starts):
         servers = [Server(*COMMON, env=ATTENTION_ONLY), Server(*OURS)]
         with ExitStack() as stack:
@@ -66,8 +66,8 @@ def overhead(pairs: int, seed: int = 0, most: float = OVERHEAD_BOUND) -> list[Li
         median = statistics.median(ratios)
         lines.append(
             Line(
-                f"overhead, nothing compressed: {what}, evicpress / stock, same CPU attention, {pairs} pairs"
-                f"{', stock on its Rust tree core' if core == 'rust' else ''}",
+                f"overhead, nothing compressed: {what}, evicpress / stock, same CPU attention, {pairs} pairs in "
+                f"{starts} starts{', stock on its Rust tree core' if core == 'rust' else ''}",
                 f"median <= {most}",
                 f"{median:.3f}",
                 median <= most and is_untouched,

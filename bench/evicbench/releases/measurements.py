@@ -59,7 +59,7 @@ MEASUREMENTS = {
     **{f"release-{version}": Measurement(partial(measure_release, version)) for version in OTHERS},
     f"release-{DEFAULT_SGLANG}": Measurement(partial(measure_release, DEFAULT_SGLANG)),
     "overhead": Measurement(
-        partial(overhead.overhead, pairs=240, most=MOST_OVERHEAD),
+        partial(overhead.overhead, pairs=240, most=MOST_OVERHEAD, most_starts=8),
         unjudged(partial(overhead.overhead, pairs=4, most=MOST_OVERHEAD)),
     ),
 }

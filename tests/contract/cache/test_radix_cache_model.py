@@ -270,7 +270,8 @@ class Walk:
         self.verify(request)
         is_chunk = upto < len(request.tokens)
         if is_chunk or self.is_result_due(request):
-            checkpoint(self.cache, request, is_chunk=is_chunk)
+            with self.cache.late_checkpoints.deferring():
+                checkpoint(self.cache, request, is_chunk=is_chunk)
         self.verify(request)
         return True
 

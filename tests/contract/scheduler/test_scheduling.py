@@ -74,9 +74,15 @@ class FakeCache:
         self.told: list[str] = []
         self.entered: list[str] = []
         self.results: list[object] = []
+        self.defer_checkpoints = self.around_results
         self.first_tokens = SimpleNamespace(enter=self.entered.append, note=self.results.append)
         self.metrics: Any = None
         self.background = self.rounds = self.prefetches = self.admission = self.weights = self
+
+    @contextmanager
+    def around_results(self) -> Iterator[None]:
+        yield
+        self.results.append("checkpoints are made")
 
     def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float) -> None:
         self.stamps.append((stamp_s, costs, congestion))
@@ -544,6 +550,14 @@ def test_every_way_into_the_queue_goes_by_the_hook() -> None:
     assert source.count("waiting_queue.append(") == 1
     assert "waiting_queue.append(" in inspect.getsource(Scheduler._add_request_to_queue)
     assert "waiting_queue.extend(" not in source and "waiting_queue.insert(" not in source
+
+
+def test_tokens_are_sent_before_their_kv_goes_to_the_tree(cache: FakeCache) -> None:
+    finished: list[object] = []
+    cache.prefill_times.finish = finished.append
+    send = lambda scheduler, batch, result: cache.results.append(f"{result} is sent") or "done"  # noqa: E731
+    assert hooks._around_process_batch_result(send, object(), "batch", "result") == "done"
+    assert (finished, cache.results) == (["result"], ["batch", "result is sent", "checkpoints are made"])
 
 
 # ---- prefill times

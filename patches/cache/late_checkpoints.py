@@ -1,0 +1,49 @@
+"""Checkpoints of running requests, made once their first tokens are sent.
+
+SGLang hands a prompt's KV to the tree between computing a token and sending it: half a millisecond that nobody has to
+wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from sglang_evicpress.patches.tree.types import Request
+
+
+class Keep(Protocol):
+    """Hands all KV that a running request has to the tree; ``is_chunk``: more of its prompt is to be computed."""
+
+    def __call__(self, req: Request, token_ids: Sequence[int], *, is_chunk: bool) -> None: ...
+
+
+class LateCheckpoints:
+    """Deferred is only what comes while the results of one batch are processed; outside of that nothing is pending."""
+
+    def __init__(self, keep: Keep) -> None:
+        self._keep = keep
+        self._is_open = False
+        self._pending: list[tuple[Request, Sequence[int]]] = []
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """While the results of a batch are processed and sent. What fails in between ends the server."""
+        self._is_open = True
+        yield
+        self._is_open = False
+        self.settle()
+
+    def keep(self, req: Request, token_ids: Sequence[int], *, is_chunk: bool) -> None:
+        """Make a checkpoint, or defer that of a whole prompt."""
+        if self._is_open and not is_chunk:
+            self._pending.append((req, token_ids))
+        else:
+            self._keep(req, token_ids, is_chunk=is_chunk)
+
+    def settle(self) -> None:
+        """Make those that were deferred, in the order they came: before a request of the same batch ends, too."""
+        pending, self._pending = self._pending, []
+        for req, token_ids in pending:
+            self._keep(req, token_ids, is_chunk=False)
