@@ -148,11 +148,16 @@ class BackgroundDemotion:
         plan, former = self._plan_ahead(tier, num_bytes, MOST_NODES), self.controller.num_moves
         self.controller.execute(plan, occasion=AHEAD)
         is_in_vain = self.controller.num_moves == former and any(one.option.tier == Tier.SSD for one in plan)
-        if is_in_vain and tier == Tier.HOST and not self.ssd.may_write:
+        if is_in_vain and tier == Tier.HOST and self.room.wanted_bytes and not self.ssd.may_write:
             # It was planned as if the SSD took it all, so that nothing there is dropped for what will not come.
-            plan = self.plans.plan_without_copies(tier, self.plans.bounded(tier, num_bytes, MOST_NODES))
-            self.controller.execute(plan, NO_COPY, occasion=AHEAD)
+            plan = self.plans.plan_without_copies(tier, self.plans.bounded(tier, num_bytes, LOOKED_AHEAD))
+            plan = [one for one in plan if not self._is_written(one.node_id)]  # its memory would not be free
+            self.controller.execute(plan[:MOST_NODES], NO_COPY, occasion=AHEAD)
         return self.controller.num_moves - former
+
+    def _is_written(self, node_id: int) -> bool:
+        copy = self.nodes[node_id].kv.copies.get(Tier.HOST)
+        return copy is not None and copy.entry.write is not None
 
     def _plan_ahead(self, tier: Tier, num_bytes: int, num_nodes: int) -> Sequence[Decision]:
         return self.controller.planner.plan(tier, num_bytes, self.room.room(), most_nodes=num_nodes)

@@ -246,6 +246,7 @@ class BackupJob(Job):
             owner.removal.invalidate_entry(entry, Tier.HOST, self.error)
         else:
             owner.storage.counts["backed_up"] += 1
-            if self.goes_on and entry.owners:
-                owner.ssd.start_write(entry)
+            if self.goes_on and entry.owners and not owner.ssd.start_write(entry):
+                for node_id in entry.owners:
+                    owner.nodes[node_id].kv.is_leaving = False
         owner.storage.host.unpin(entry)

@@ -55,10 +55,10 @@ class Demotion:
                 return freed  # there was no memory to compress it
         # What was chosen to be on the SSD in a lossy form is, even where its exact KV is already: it comes back sooner.
         is_free = not (is_resident and has_child_on_gpu(node))
-        is_begun = self.backup.leave_by_copy(node, tier, form.codec)
+        was_leaving, is_begun = node.kv.is_leaving, self.backup.leave_by_copy(node, tier, form.codec)
         if not is_begun and copy is not None and copy.is_exact and is_free:
             return freed + self.removal.release(node_id, tier)  # `leave_by_copy` makes no room of it
-        return freed if is_begun or freed else None
+        return freed if freed or (is_begun and not was_leaving) else None
 
     def demote_at_once(self, node_id: int, tier: Tier, form: Form) -> int | None:
         """Bring a node off the GPU now, as what it is or as a copy that is below; it goes on to ``tier`` and ``form``

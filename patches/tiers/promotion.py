@@ -29,9 +29,9 @@ FREE_SHARE = 1 / 8
 MOST_READS = 3
 """Of one SSD entry, for one promotion: on a full host what was read may have to go before it is loaded."""
 
-RETRY_S = 60.0
-"""So long a node stays where it is of which the SSD entry could not be had, unless a request matches it: others come
-up meanwhile."""
+RETRY_S, MOST_DOUBLED = 60.0, 10
+"""So long a node stays where it is of which the SSD entry could not be had, twice as long each time, unless a request
+matches it: others come up meanwhile."""
 
 
 class TimedHolds(Protocol):
@@ -109,11 +109,12 @@ class Promotion:
             load_s = self.costs().load_seconds(Tier.SSD, below.entry.header.payload_bytes)
             if self.ssd.reads or self.storage.now_s() - self.busy_s() < load_s:
                 return True  # a request that comes now would have to wait for it: none came for as long as it takes
-            read = self.ssd.start_read(below.entry)
             self._num_reads[node_id] += 1
-            if read is None or self._num_reads[node_id] >= MOST_READS:
-                self.holds.hold(node_id, RETRY_S)
-            return read is not None
+            if self._num_reads[node_id] > MOST_READS or self.ssd.start_read(below.entry) is None:
+                self.holds.hold(node_id, RETRY_S * 2 ** min(below.entry.num_vain, MOST_DOUBLED))
+                below.entry.num_vain += 1
+                return False
+            return True
         if not is_verified(copy.entry, self.storage.now_s()):
             self.start_check(copy.entry)
             return True

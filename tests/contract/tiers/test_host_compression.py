@@ -314,3 +314,35 @@ def test_random_walks_go_on_where_device_memory_runs_out(
     finally:
         walk.close()
     assert failures
+
+
+# ---- what is on its way already
+
+
+def test_a_move_that_is_under_way_is_not_begun_again(opened: Opened) -> None:
+    """Else a plan in which nothing is left to be begun looked as if room were being made."""
+    walk = opened()
+    _, node = cached(walk, 100, Tier.HOST)
+    (block,) = blocked(walk, "write")
+    assert walk.cache.parts.moves.demote(node.id, Tier.SSD, EXACT) == 0
+    assert node.kv.is_leaving
+    assert walk.cache.parts.moves.demote(node.id, Tier.SSD, EXACT) is None
+    walk.go_on(block)
+    walk.settle()
+    assert tier_of(node) == Tier.SSD
+
+
+def test_a_node_that_the_ssd_refuses_when_its_copy_is_there_does_not_stay_about_to_leave(opened: Opened) -> None:
+    walk = opened()
+    _, node = cached(walk, 100)
+    walk.tree.storage.copier.is_in_place = lambda codec: False  # as on a device
+    (block,) = blocked(walk, "copy")
+    assert walk.cache.parts.moves.demote(node.id, Tier.SSD, EXACT, at_once=True) == 100
+    assert node.kv.is_leaving and tier_of(node) == Tier.HOST
+    walk.cache.ssd.wear.allows = lambda now_s: False
+    walk.go_on(block)
+    walk.settle()
+    assert not node.kv.is_leaving and tier_of(node) == Tier.HOST
+    start(walk, node, KNORM)
+    walk.settle()
+    assert node.kv.form == KNORM

@@ -536,7 +536,7 @@ def test_a_node_is_verified_loaded_and_promoted_unless_it_was_used_meanwhile(is_
 
 
 def test_what_is_read_for_a_promotion_and_has_to_go_at_once_is_not_read_for_ever() -> None:
-    entry, held = SimpleNamespace(header=Header), dict[int, float]()
+    entry, held = SimpleNamespace(header=Header, num_vain=0), dict[int, float]()
     copies = {Tier.SSD: SimpleNamespace(entry=entry, is_exact=True)}
     node = SimpleNamespace(lock_ref=0, value=None, kv=SimpleNamespace(job=None, copies=copies))
     read: list[object] = []
@@ -553,6 +553,11 @@ def test_what_is_read_for_a_promotion_and_has_to_go_at_once_is_not_read_for_ever
         promotion.advance()
     assert len(read) == MOST_READS and not promotion.is_busy
     assert held == {1: RETRY_S}, "others come up meanwhile"
+    held.clear()
+    assert promotion.promote(1)
+    for _ in range(10):
+        promotion.advance()
+    assert len(read) == 2 * MOST_READS and held == {1: 2 * RETRY_S}
 
 
 def any_request() -> SimpleNamespace:

@@ -45,12 +45,14 @@ class HostEntry:
 
 @dataclass(slots=True, eq=False)
 class SsdEntry:
-    """An entry on SSD; ``ref`` is the store's name for it, ``read`` the job that reads it now."""
+    """An entry on SSD; ``ref`` is the store's name for it, ``read`` the job that reads it now; ``num_vain``: so
+    many times it was read while nobody waited for it, and could not be kept."""
 
     header: Header
     ref: Any
     owners: set[int] = field(default_factory=set)
     read: Any = None
+    num_vain: int = 0
 
 
 class Rows(NamedTuple):
