@@ -85,7 +85,7 @@ class LearnedCosts(Protocol):
     def run(self) -> Callable[..., object]: ...
     @property
     def finish(self) -> Callable[..., None]: ...
-    def learn(self) -> None: ...
+    def learn(self, *, is_idle: bool) -> None: ...
 
 
 class WaitingHits(Protocol):
@@ -274,7 +274,7 @@ def begin_round(scheduler: HookedScheduler) -> None:
     delays_token = last.forward_mode.is_extend() if last is not None else not is_running
     _cache.begin_round(delays_token=delays_token and not is_idle)
     if is_idle or not delays_token:
-        _cache.prefill_times.learn()
+        _cache.prefill_times.learn(is_idle=is_idle)
     _cache.decode_budgets.visit_budgets(scheduler)
     _cache.rounds.tick(is_idle=is_idle, delays_token=delays_token)
     _cache.background.begin_round(scheduler)

@@ -4,7 +4,7 @@ With the overlap scheduler a batch is launched while the one before still runs, 
 time begins when it was launched or when the result before it was there, whichever is later. On the CPU a batch is over
 when ``run_batch`` returns, whatever the scheduler does. A batch that has waited for KV on its way back to the GPU says
 nothing of prefilling, and is not observed. Fitting costs half a millisecond, so a batch that was timed is learned from
-in a round in which no first token waits.
+when nothing runs, or some batches later, when no first token waits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ STALLED_SHARE = 0.01
 NUM_TRUSTED = 8
 """Observations before the cost they show is used."""
 
-MOST_PENDING = 8
-"""Batches that were timed and not learned from; a server of one token each never has a better moment."""
+MOST_PATIENT, MOST_PENDING = 4, 8
+"""Batches that were timed and not learned from while others run; and at all, as a server of one token each never has a
+better moment."""
 
 
 class TimedBatch(Protocol):
@@ -128,14 +129,15 @@ class PrefillTimes:
         if self._num_seen > NUM_WARM_UP and seconds > 0.0:
             self._pending.append((chunks, seconds))
             if len(self._pending) >= MOST_PENDING:
-                self.learn()
+                self.learn(is_idle=True)
 
-    def learn(self) -> None:
-        """Learn from the batches that were timed since."""
-        for chunks, seconds in self._pending:
+    def learn(self, *, is_idle: bool) -> None:
+        """Learn from the batches that were timed, the first first; while others run, of those that are too many."""
+        num_due = len(self._pending) if is_idle else max(0, len(self._pending) - MOST_PATIENT)
+        for chunks, seconds in self._pending[:num_due]:
             self._model.observe_prefill(chunks, seconds)
-        self.num_observed += len(self._pending)
-        self._pending.clear()
+        self.num_observed += num_due
+        del self._pending[:num_due]
 
 
 def note_not_loaded(req: QueuedRequest, num_tokens: int) -> None:

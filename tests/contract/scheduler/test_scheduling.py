@@ -28,6 +28,7 @@ from sglang_evicpress.patches.scheduler import hooks
 from sglang_evicpress.patches.scheduler.hooks import Stamp
 from sglang_evicpress.patches.scheduler.prefill_times import (
     LEAST_TOKENS,
+    MOST_PATIENT,
     MOST_PENDING,
     NUM_TRUSTED,
     NUM_WARM_UP,
@@ -55,9 +56,8 @@ class FakeCache:
         self.stamps: list[tuple[float, CostSnapshot, float]] = []
         self.congestion = SimpleNamespace(value=2.5)
         self.expected: list[str] = []
-        self.learned_after: list[int] = []  # so many rounds
-        learn = lambda: self.learned_after.append(len(self.rounds_that_delay))  # noqa: E731
-        self.prefill_times = SimpleNamespace(costs=SEEN, learn=learn)
+        self.learned_after: list[tuple[int, bool]] = []  # so many rounds, an idle one or not
+        self.prefill_times = SimpleNamespace(costs=SEEN, learn=self.learn)
         self.queued_hits = SimpleNamespace(keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
         self.has_tiers = False
         self.started: list[object] = []
@@ -78,6 +78,9 @@ class FakeCache:
         self.first_tokens = SimpleNamespace(enter=self.entered.append, note=self.results.append)
         self.metrics: Any = None
         self.background = self.rounds = self.prefetches = self.admission = self.weights = self
+
+    def learn(self, *, is_idle: bool) -> None:
+        self.learned_after.append((len(self.rounds_that_delay), is_idle))
 
     @contextmanager
     def around_results(self) -> Iterator[None]:
@@ -359,7 +362,7 @@ def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCach
     assert scheduler.running_batch.batch_is_full
     assert cache.ticks == [(True, True), (True, True), (False, False)]
     assert cache.rounds_that_delay == [False, False, False], "nobody waits for an idle round"
-    assert cache.learned_after == [1, 2, 3]
+    assert cache.learned_after == [(1, True), (2, True), (3, False)]
 
 
 def test_a_server_is_not_idle_between_a_prefill_and_its_token(cache: FakeCache) -> None:
@@ -372,7 +375,7 @@ def test_a_server_is_not_idle_between_a_prefill_and_its_token(cache: FakeCache) 
     hooks.begin_round(scheduler)
     assert cache.ticks == [(False, True), (False, False), (False, True)], "(is idle, plans would delay a first token)"
     assert cache.rounds_that_delay == [True, False, True]
-    assert cache.learned_after == [2], "no first token waits until the last batches were learned from"
+    assert cache.learned_after == [(2, False)], "no first token waits until the last batches were learned from"
 
 
 def adder(*admitted: str) -> Any:
@@ -615,7 +618,7 @@ class Run:
 
     def wait(self, result: Any) -> None:
         self.times.finish(result)
-        self.times.learn()
+        self.times.learn(is_idle=True)
 
 
 def test_without_overlap_a_batch_takes_from_launch_to_result() -> None:
@@ -706,9 +709,15 @@ def test_batches_are_learned_from_later_but_no_more_than_a_few_wait_for_it(is_sy
     for number in range(1, MOST_PENDING + 3):
         run.times.finish(run.launch(batch(new=100 * number), 1.0, is_synchronous))
         assert len(run.model.seen) == run.times.num_observed == number // MOST_PENDING * MOST_PENDING
-    run.times.learn()
-    run.times.learn()
-    assert run.model.seen == [([(100 * number, 0)], 1.0) for number in range(1, MOST_PENDING + 3)]
+    run.times.learn(is_idle=False)
+    assert run.times.num_observed == MOST_PENDING, "two of them can wait"
+    for number in range(MOST_PENDING + 3, MOST_PENDING + 6):
+        run.times.finish(run.launch(batch(new=100 * number), 1.0, is_synchronous))
+    run.times.learn(is_idle=False)
+    assert run.times.num_observed == MOST_PENDING + 5 - MOST_PATIENT
+    run.times.learn(is_idle=True)
+    run.times.learn(is_idle=True)
+    assert run.model.seen == [([(100 * number, 0)], 1.0) for number in range(1, MOST_PENDING + 6)]
 
 
 def test_the_law_is_trusted_after_a_few_observations() -> None:
