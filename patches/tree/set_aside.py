@@ -11,7 +11,8 @@ ASIDE_S = 10.0
 """So long no plan is about a node of which a move has failed."""
 
 WITHOUT_ROOM_S = 1.0
-"""So long no plan shrinks a node for whose smaller copy there was no room: it moves as it is, or goes."""
+"""So long no plan shrinks a node for whose smaller copy there was no room, or that would keep more tokens by it: it
+moves as it is, or goes."""
 
 
 def mark_failed(node: Node, is_marked: bool) -> None:
