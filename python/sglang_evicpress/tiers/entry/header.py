@@ -212,7 +212,10 @@ class Header:
 
     @property
     def payload_bytes(self) -> int:
-        return self.extents[-1].offset + self.extents[-1].num_bytes if self.extents else 0
+        if not self.extents:
+            return 0
+        last = self.extents[-1]
+        return last.offset + last.num_bytes
 
     @property
     def lookup_key(self) -> int:
