@@ -198,7 +198,7 @@ class Quality:
         parts = list[Share]()
         num_tokens, lost = 0, 0.0
         for node, matched in steps:
-            quality = self.quality_of(node)
+            quality = self._quality_of_first(node, matched)
             if node.kv.is_lossy_prefix:
                 quality = min(quality, node.kv.prefix_quality, 1.0 - lost / num_tokens if num_tokens else 1.0)
             parts.append(Share(matched, matched * (1.0 - quality)))
@@ -206,10 +206,17 @@ class Quality:
             lost += parts[-1].lost
         return parts
 
-    def _quality_as(self, node: Node, form: Form, num_slots: float) -> float:
+    def _quality_of_first(self, node: Node, num_tokens: int) -> float:
+        """Quality of the piece that a split after so many tokens leaves, which may hold less than its share."""
+        layout = node.kv.layout
+        if layout is None or node.kv.form.is_exact or num_tokens == len(node.key):
+            return self.quality_of(node)
+        return self._quality_as(node, node.kv.form, layout.mean_before(num_tokens), num_tokens)
+
+    def _quality_as(self, node: Node, form: Form, num_slots: float, num_tokens: int | None = None) -> float:
         if form.is_uneven:  # what whole numbers and pages leave of the mean is no loss
             num_slots = math.ceil(num_slots / self.tree.page_size) * self.tree.page_size
-        kept = min(form.kept_fraction, num_slots / len(node.key))  # a piece of a split may hold less
+        kept = min(form.kept_fraction, num_slots / (num_tokens or len(node.key)))  # a piece of a split may hold less
         return self.expectation_of(node).quality(replace(form, kept_fraction=kept)) if kept > 0.0 else 0.0
 
     def find_profiles(self, leaf: Node) -> None:

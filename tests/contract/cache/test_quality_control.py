@@ -133,6 +133,20 @@ def test_a_floor_holds_for_each_beginning_of_the_prefix_as_what_follows_may_not_
     }
 
 
+def test_a_floor_holds_where_a_match_ends_inside_a_compressed_node() -> None:
+    """The piece that is left may hold less than its share of the slots: HALF is worth 0.875 as a whole."""
+    walk, seen = make_walk(None, num_slots=8192), set()
+    for _ in range(8):
+        tokens = walk.random_tokens(256)
+        walk.answer(tokens)
+        largest = max(walk.parts(tokens), key=lambda node: len(node.key))
+        walk.cache.parts.moves.compress(largest.id, HALF)
+        told = served(walk.answer([*tokens[:96], *[9] * 64], 7, quality=0.87))
+        assert told["min_quality"] >= 0.87
+        seen.add(told["lossy_tokens"])
+    assert len(seen) > 1  # some pieces are good enough
+
+
 def test_what_was_computed_upon_a_better_prefix_takes_the_place_of_worse_kv() -> None:
     walk = make_walk(None)
     tokens = walk.random_tokens(256)
