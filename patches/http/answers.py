@@ -140,7 +140,7 @@ class RequestQuality:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http" or path not in (GENERATE_PATH, *OPENAI_PATHS):
             await self._app(scope, receive, send)
             return

@@ -103,6 +103,13 @@ def test_both_fields_move(app: App) -> None:
     assert app.bodies.pop() == {"prompt": "x", "custom_params": asked}
 
 
+def test_a_server_behind_a_path_of_its_own_knows_its_routes(app: App) -> None:
+    client = TestClient(app.app, root_path="/llm")
+    asked = {"kv_quality": "exact"}
+    assert client.post("/llm/v1/completions", json={"prompt": "x", **asked}).status_code == 200
+    assert app.bodies.pop() == {"prompt": "x", "custom_params": asked}
+
+
 def test_a_retention_that_is_not_known_is_refused(app: App) -> None:
     response = app.client.post("/v1/completions", json={"prompt": "x", "kv_retention_seconds": -1})
     assert response.status_code == 400
