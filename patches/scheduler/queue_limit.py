@@ -122,6 +122,7 @@ class QueueTimes:
         """A user's request comes: None where it may wait, else the seconds that it would, and it is refused."""
         if self.limit_s is None or self.first_tokens is None:
             return None
+        self.turns.forget_idle(now_s)
         wait_s = self.turns.wait_s(num_ahead) + (self.first_tokens.margin.seconds if num_ahead else 0.0)
         if wait_s > self.limit_s:
             self.num_refused += 1

@@ -13,6 +13,10 @@ LEAST_ADMITTED = 8
 """So many admissions are remembered however long they took: of long prompts fewer than one may fit in ``MEMORY_S``.
 A rate from so many is right to within a third."""
 
+IDLE_S = 30.0
+"""After so long in which nobody waited the rate is not known any more: what slowed the server down may be over, and who
+is refused by an old rate does not wait, so that a new one would never be learnt."""
+
 LATE_SHARE = 0.05
 """Share of admitted requests that may be later than the limit."""
 
@@ -38,6 +42,7 @@ class Turns:
         self._busy_s = 0.0
         self._open_s = 0.0  # somebody has waited so long since the last admission
         self._last_batch = 0
+        self._waited_s = -math.inf  # when somebody waited last
         self._now_s = -math.inf
         self._batch = 0  # admitted in rounds since the clock last moved,
         self._was_empty = True  # and whether nobody waited after one of them, or the one in which it moved
@@ -48,6 +53,8 @@ class Turns:
         ``now_s`` is in seconds from any start, and may stand still for rounds. Those are one long round then, which
         says nothing where the queue was empty in between: for how long is not known.
         """
+        if num_waiting > 0:
+            self._waited_s = max(self._waited_s, now_s)
         if now_s <= self._now_s:
             self._batch += num_admitted
             self._was_empty |= num_waiting == 0
@@ -61,6 +68,11 @@ class Turns:
         if num_admitted > 0 or self._was_empty:
             self._open_s, self._last_batch = 0.0, num_admitted
         self._now_s, self._batch, self._was_empty = now_s, 0, num_waiting == 0
+
+    def forget_idle(self, now_s: float) -> None:
+        """Know nothing, as at the start, where nobody has waited for ``IDLE_S``. For who would refuse a request now."""
+        if self._was_empty and now_s - self._waited_s > IDLE_S:
+            self._admitted = self._busy_s = 0.0
 
     @property
     def rate(self) -> float | None:

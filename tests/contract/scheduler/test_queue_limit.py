@@ -321,6 +321,19 @@ def test_another_503_has_no_retry_after_of_ours(told: dict[str, Any]) -> None:
         assert response.status_code == 503 and "retry-after" not in response.headers
 
 
+def test_what_slowed_an_idle_server_down_is_forgotten() -> None:
+    """Bursts of four, all of which one batch takes, long after a time in which eight seconds passed between two."""
+    queue = queue_limit.QueueTimes(10.0)
+    for index in range(30):
+        queue.end_round(index * 8.0, 20, [object()])
+    queue.end_round(240.0, 0, [])
+    enter = lambda now_s: [queue.enter(object_, ahead, now_s) for ahead, object_ in enumerate(requests)]  # noqa: E731
+    requests = [FakeReq(str(index)) for index in range(4)]
+    assert [wait_s is None for wait_s in enter(241.0)] == [True, True, False, False]
+    queue.end_round(241.0, 0, requests[:2])
+    assert [wait_s is None for wait_s in enter(300.0)] == [True] * 4
+
+
 def test_requests_do_not_hear_of_each_others_refusals(told: dict[str, Any]) -> None:
     client = serving(told)
     assert client.post("/stream").status_code == 503
