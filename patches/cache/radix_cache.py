@@ -112,7 +112,7 @@ class EvicPressCache(RadixCache):
         records, settings = BudgetRecords(self.device), decode_settings(config)
         passes = DecodePasses(self, compressor, records)
         self.decode_budgets = DecodeBudgets(
-            self, compressor, passes.make_passes, records, settings, config.decode.client_budgets
+            self, compressor, passes.make_passes, records, settings, config.decode.client_budgets, tree.floors
         )
         execute = parts.controller.execute_asked
         reached = tiers.gpu_ops, parts.view.options_of, execute, allocator, parts.eviction.free_slots

@@ -50,9 +50,16 @@ class BudgetLog(Protocol):
     def note_end(self, req: BudgetedRequest, state: DecodeState) -> None: ...
 
 
+class Floors(Protocol):
+    """Floors of quality."""
+
+    def of_request(self, req: ArrivingRequest) -> float: ...
+
+
 @dataclass(eq=False, repr=False)
 class DecodeBudgets:
-    """Budgets of running requests: ``default`` is the server's, ``clients`` what requests may choose."""
+    """Budgets of running requests: ``default`` is the server's, ``clients`` what requests may choose; ``floors`` are of
+    the quality that a request is promised."""
 
     tree: DecodeTree
     compressor: Compressor
@@ -60,6 +67,7 @@ class DecodeBudgets:
     log: BudgetLog
     default: DecodeSettings
     clients: str
+    floors: Floors
 
     def __post_init__(self) -> None:
         self.has_budgets = False  # until the first request comes with one
@@ -83,10 +91,12 @@ class DecodeBudgets:
         check_quality(params)
         check_retention(params)
         settings, wants_trace = client_settings(params, self.default, self.clients)
-        if settings is not None and asks_exact(params):
+        if settings is not None and self.floors.of_request(req) == 1.0:
             if "kv_decode_budget" in fields_of(params):
+                whose, way_out = ("", "one") if asks_exact(params) else ("its tenant's ", "the latter")
                 raise ValueError(
-                    f"kv_quality is 'exact' and kv_decode_budget is {settings.tokens}, which drops KV: leave one out"
+                    f"{whose}kv_quality is 'exact' and kv_decode_budget is {settings.tokens}, which drops KV: "
+                    f"leave {way_out} out"
                 )
             return None, False  # the server's own budget is for requests that take any KV
         if settings is not None and self.compressor.groups.num_groups > 1:

@@ -19,9 +19,11 @@ from sglang_evicpress.patches.decode_budget import admission
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_budget.records import BudgetRecords
 from sglang_evicpress.patches.decode_budget.state import DecodeState
-from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX
+from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX, salted_key
 from sglang_evicpress.patches.tree.node_kv import PrefixView
+from sglang_evicpress.patches.tree.quality_floors import QualityFloors
 from sglang_evicpress.policy.layer_counts import NO_BUDGETS, LayerGroups
+from sglang_evicpress.tenants import Tenant
 
 pytestmark = pytest.mark.sglang
 
@@ -236,6 +238,9 @@ def test_adders_of_sglang_keep_their_books_under_the_names_that_are_touched(owne
 # ---- what may be asked for
 
 
+FLOORS = QualityFloors([Tenant("law", "s", 1.0)])
+
+
 def scheduler(default: DecodeSettings | None = None, groups: LayerGroups = NO_BUDGETS) -> Any:
     """With a pool of 512 slots under a model of 4,096 tokens."""
     tree, compressor = (
@@ -243,7 +248,7 @@ def scheduler(default: DecodeSettings | None = None, groups: LayerGroups = NO_BU
         SimpleNamespace(sinks=4, groups=groups, geometry=None),
     )
     records = BudgetRecords("cpu")
-    budgets = DecodeBudgets(tree, compressor, lambda reqs: False, records, default or DecodeSettings(), "on")
+    budgets = DecodeBudgets(tree, compressor, lambda reqs: False, records, default or DecodeSettings(), "on", FLOORS)
     cache = SimpleNamespace(decode_budgets=budgets)
     return SimpleNamespace(
         tree_cache=cache,
@@ -287,6 +292,17 @@ def test_an_exact_request_has_no_budget_and_may_not_ask_for_one() -> None:
         assert req.kv_budget is None and req.to_finish is None
     take(req, {**exact, "kv_decode_budget": 64})
     assert req.to_finish == "kv_quality is 'exact' and kv_decode_budget is 64, which drops KV: leave one out"
+
+
+def test_a_tenant_with_exact_kv_has_no_budget_either() -> None:
+    for params in (None, {"kv_decode_budget": 0}):
+        req = request(100, 1000)
+        req.extra_key = salted_key("s", "x")
+        take(req, params, DecodeSettings(256))
+        assert req.kv_budget is None and req.to_finish is None
+    take(req, {"kv_decode_budget": 64})
+    reason = "its tenant's kv_quality is 'exact' and kv_decode_budget is 64, which drops KV: leave the latter out"
+    assert req.to_finish == reason
 
 
 def test_a_budget_is_refused_where_layers_keep_different_numbers_of_tokens() -> None:
