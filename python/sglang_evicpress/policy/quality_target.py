@@ -92,7 +92,7 @@ class QualityTarget:
         for number, part in enumerate(parts, start=1):
             num_tokens += part.num_tokens
             lost += correction * part.lost
-            if lost <= credit + (1.0 - self.quality) * num_tokens:
+            if lost <= 0.0 or lost <= credit + (1.0 - self.quality) * num_tokens:  # exact KV costs nothing
                 affordable = number
         return affordable
 

@@ -77,6 +77,13 @@ def test_only_what_can_be_paid_for_is_affordable() -> None:
     assert target.num_affordable([bad]) == 0
 
 
+def test_exact_kv_is_served_whatever_is_owed() -> None:
+    target = QualityTarget(0.97)
+    target.note_hit(Share(100_000, 20_000))
+    assert target.credit < 0.0
+    assert target.num_affordable([exact(8000), Share(500, 60)]) == 1
+
+
 def test_credit_is_bounded() -> None:
     target = QualityTarget(0.97)
     for _ in range(10_000):
