@@ -13,7 +13,7 @@ from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tiers.prefetches import Prefetch, Worth
 from sglang_evicpress.patches.tiers.types import Names, Steps, Tiers
 from sglang_evicpress.patches.tree.adapters import SsdScope
-from sglang_evicpress.patches.tree.node import first_outside, start_of
+from sglang_evicpress.patches.tree.node import first_outside, is_lossy, start_of
 from sglang_evicpress.patches.tree.types import Node, Request
 from sglang_evicpress.policy.load_or_recompute import Piece
 from sglang_evicpress.survivors import SurvivorLayout
@@ -153,6 +153,8 @@ class Grafting:
         steps = tree._steps(key)
         if sum(matched for _, matched in steps) != header.start:
             return None
+        if header.is_lossy_prefix and not any(is_lossy(node) for node, _ in steps):
+            return None  # what it was computed upon is exact by now, and nobody knows what it was worth
         path = tree._take(steps)
         parent = path[-1] if path else tree.root_node
         tokens = key.token_ids[:0]

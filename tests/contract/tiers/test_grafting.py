@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from tests.contract.profiling.test_shadows import HALF
 from tests.contract.tiers.test_tiers_model import Opened, TierWalk, cached
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tiers import grafting
+from sglang_evicpress.tiers.entry.identity import token_bytes
 
 pytestmark = pytest.mark.sglang
 
@@ -45,3 +48,17 @@ def test_what_stands_in_the_tree_is_never_put_out_of_it(opened: Opened) -> None:
     with pytest.raises(RuntimeError, match="has a child"):
         walk.cache.add_absent_leaf(walk.cache.root_node, key, copy)
     assert list(walk.cache.root_node.children.values()) == [node]
+
+
+def test_what_was_computed_upon_a_lossy_prefix_is_not_put_behind_an_exact_one(opened: Opened) -> None:
+    """Nobody knows any more what that prefix was worth."""
+    walk = opened(0, PAGE)
+    tokens, node = cached(walk, 8 * PAGE)
+    more = [3] * PAGE
+    key = RadixKey(array("q", [*tokens, *more]))
+    header = replace(walk.cache.placement.header_of(node), start=len(tokens), tokens=token_bytes(more))
+    lossy_header = replace(header, is_lossy_prefix=True)
+    place_of = walk.cache.parts.tiers.prefetcher.grafting._place_of
+    assert place_of(key, header) is not None and place_of(key, lossy_header) is None
+    walk.cache.parts.moves.compress(node.id, HALF)
+    assert place_of(key, lossy_header) is not None
