@@ -8,6 +8,9 @@ from dataclasses import dataclass
 MOST_NODES = 65_536
 """Retained at a time; what is asked for beyond that is not."""
 
+LEAST_DUE = 1024
+"""Times that are noted before those are forgotten that no longer hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Retained:
@@ -69,3 +72,6 @@ class Retention:
     def _put(self, node_id: int, retained: Retained) -> None:
         self._retained[node_id] = retained
         heapq.heappush(self._due, (retained.until_s, node_id))
+        if len(self._due) > 2 * len(self._retained) + LEAST_DUE:  # most are of times that were extended since
+            self._due = [(each.until_s, each_id) for each_id, each in self._retained.items()]
+            heapq.heapify(self._due)

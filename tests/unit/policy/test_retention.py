@@ -38,6 +38,15 @@ def test_the_piece_of_a_split_is_retained_as_long_and_what_is_gone_is_forgotten(
     assert len(held) == 0 and held.advance(99.0) == []
 
 
+def test_times_that_were_extended_are_not_kept() -> None:
+    held = Retention()
+    for now_s in range(5000):
+        held.hold(1, float(now_s), 86400.0)
+        held.hold(2, float(now_s), 86400.0)
+    assert len(held._due) < 2 * len(held) + retention.LEAST_DUE + 2
+    assert held.advance(4998.0 + 86400.0) == [] and held.advance(4999.0 + 86400.0) == [1, 2]
+
+
 def test_no_more_nodes_than_are_allowed_are_retained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "MOST_NODES", 2)
     held = Retention()
