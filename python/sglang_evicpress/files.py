@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,12 +34,22 @@ def read_text(path: str | Path, where: str, expected: str) -> str:
 
 
 def read_json(path: str, where: str, *, file: str = "a JSON file", content: str = "JSON") -> object:
-    """Content of a JSON file. Raises ValueError as ``read_text``, and where it is no JSON."""
+    """Content of a JSON file. Raises ValueError as ``read_text``, and where it is no JSON or an object of it has a name
+    twice."""
     text = read_text(path, where, file)
+    repeated: list[str] = []
+
+    def as_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        repeated.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        return dict(pairs)
+
     try:
-        return json.loads(text)
+        content_read = json.loads(text, object_pairs_hook=as_object)
     except (ValueError, RecursionError) as error:  # also a number of too many digits
         raise ValueError(f"{where} is not JSON ({error}): expected {content}") from None
+    if repeated:
+        raise ValueError(f"{where} has {repeated[0]!r} more than once: expected every name once")
+    return content_read
 
 
 def write_whole(path: str, data: bytes) -> None:
