@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from sglang_evicpress.core import Form, LowerCopy, Tier
@@ -189,7 +190,7 @@ class Placement:
             hashed.update(above.key.raw_token_ids())
         parent_key = hashed.key
         tokens = token_bytes(node.key.raw_token_ids())
-        hashed.update(node.key.raw_token_ids())
+        hashed.update(np.frombuffer(tokens, "<u4"))
         return Header(
             fingerprint=identity,
             namespace=namespace_digest(scope.namespace),

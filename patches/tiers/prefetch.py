@@ -31,6 +31,10 @@ EXPLORE_S = 10.0
 RELOOK_S = 0.05
 """How often a request that waits is looked at when nothing of it is under way: what it needs may have moved."""
 
+SETTLED_S = 0.5
+"""The same of one for which all was ready, unless any of that has moved: with a long queue a whole look at all of its
+head every ``RELOOK_S`` takes a tenth of the scheduler's time."""
+
 MOST_READS = 4
 """Reads for requests whose turn has not come that are begun at a time: the next ones are those of the next in turn."""
 
@@ -115,10 +119,21 @@ class Prefetcher:
         now = self.storage.now_s()
         num_ready = 0
         for num_ahead, prefetch in enumerate(self.prefetches.head()):
-            if prefetch.jobs or now - prefetch.looked_s >= RELOOK_S:
+            if prefetch.jobs or (now - prefetch.looked_s >= RELOOK_S and not self._is_settled(prefetch, now)):
                 self._advance(prefetch, num_ahead)
             num_ready += not prefetch.is_waiting
         self.prefetches.observe_ready(num_ready, now)
+
+    def _is_settled(self, prefetch: Prefetch, now_s: float) -> bool:
+        """True if the last look, not long ago, found ready all that the tree has for it, and it is so still."""
+        if prefetch.is_waiting or not prefetch.used or now_s - prefetch.looked_s >= SETTLED_S:
+            return False
+        return all(
+            node.id in self.nodes
+            and (node.value is not None) == (index < prefetch.num_resident)
+            and (node.value is not None or _is_on_host(node, now_s, VERIFIED_S))
+            for index, node in enumerate(prefetch.used)
+        )
 
     def ready_to_load(self, req: Request | None, steps: Steps, num_resident: int) -> int:
         """Number of ``steps``, from the first not on the GPU, that are verified on the host and worth loading."""
@@ -147,6 +162,8 @@ class Prefetcher:
         slack_s = self.wait_s(num_ahead) if prefetch.turn_s is None else 0.0
         num_wanted = self.terms.num_worth(prefetch, pieces, slack_s=slack_s, has_to_read=True)
         wanted = steps[num_resident : num_resident + num_wanted]
+        prefetch.used = [node for node, _ in steps] if num_wanted == len(pieces) else []
+        prefetch.num_resident = num_resident
         for node, _ in wanted:  # one that is gone has given its room to those before it
             if node.id in self.nodes and not self._fetch(prefetch, node):
                 break

@@ -23,10 +23,11 @@ WINDOW = 32
 class Prefetch:
     """Prefetch for one waiting request. ``from_ssd``: the entries that came from the SSD for it; ``reserved``: the
     nodes below the GPU that stay where they are for it, by id; ``pinned``: the last node on the GPU that does, with all
-    above it, for which ``num_pinned`` slots were locked. ``turn_s``: when it could first have run, and ``max_wait_s``
-    from then on it may be passed over. ``num_to_run``: slots that it needs besides what is on the GPU. ``short_of``:
-    for want of what something is not begun yet; ``is_without_room``: there was no host memory for a read, nor any to be
-    expected; ``refused_by``: the host's plan after which a read found none."""
+    above it, for which ``num_pinned`` slots were locked. ``used``: the nodes that it will use by the last look, the
+    first ``num_resident`` of which were on the GPU; none while computing some seems better. ``turn_s``: when it could
+    first have run, and ``max_wait_s`` from then on it may be passed over. ``num_to_run``: slots that it needs besides
+    what is on the GPU. ``short_of``: for want of what something is not begun yet; ``is_without_room``: there was no
+    host memory for a read, nor any to be expected; ``refused_by``: the host's plan after which a read found none."""
 
     req: Request
     turn_s: float | None = None
@@ -38,6 +39,8 @@ class Prefetch:
     jobs: list[Job] = field(default_factory=list)
     from_ssd: set[HostEntry] = field(default_factory=set)
     reserved: dict[int, Node] = field(default_factory=dict)
+    used: list[Node] = field(default_factory=list)
+    num_resident: int = 0
     pinned: Node | None = None
     num_pinned: int = 0
     num_needed: int = 0
