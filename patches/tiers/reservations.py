@@ -72,13 +72,13 @@ class Reservations:
 
     def may_reserve(self, entry: HostEntry | SsdEntry) -> bool:
         """True if waiting requests may hold one more entry on the host."""
-        num_bytes = sum(each.header.payload_bytes for each in {*self._entries(), entry})
+        num_bytes = sum(map(_bytes_of, {*self._entries(), entry}))
         return num_bytes <= MOST_PREFETCH_SHARE * self.storage.host.num_bytes
 
     @property
     def num_bytes(self) -> int:
         """Host memory that waiting requests hold, or will once it is read."""
-        return sum(entry.header.payload_bytes for entry in self._entries())
+        return sum(map(_bytes_of, self._entries()))
 
     def _entries(self) -> set[HostEntry | SsdEntry]:
         """What waiting requests hold on the host, and what is being read, whose memory is taken."""
@@ -113,3 +113,9 @@ class Reservations:
         """The tree is gone, and with it every lock."""
         self.node_ids.clear()
         self.pinned_slots = 0
+
+
+def _bytes_of(entry: HostEntry | SsdEntry) -> int:
+    """Host memory that an entry takes; the header of one that is still being filled knows of nothing, and on some ranks
+    longer than on others."""
+    return entry.num_bytes if isinstance(entry, HostEntry) else entry.header.payload_bytes

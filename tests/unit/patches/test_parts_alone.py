@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from sglang_evicpress.patches.cache.policy_terms import PolicyTerms
 from sglang_evicpress.patches.cache.policy_view import PolicyView
 from sglang_evicpress.patches.cache.queued_hits import QueuedHits
 from sglang_evicpress.patches.tiers import loads
+from sglang_evicpress.patches.tiers import prefetch as prefetching
 from sglang_evicpress.patches.tiers.backup import BackupJob
 from sglang_evicpress.patches.tiers.grafting import Grafting
 from sglang_evicpress.patches.tiers.holds import Holds
@@ -56,6 +58,7 @@ from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, Transf
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.entry.header import Shape
+from sglang_evicpress.tiers.host.allocator import Run
 from sglang_evicpress.tiers.host.tier import HostTier
 from sglang_evicpress.tiers.ssd.index import Ref
 
@@ -572,6 +575,7 @@ class Waiting(Loading):
         super().__init__()
         self.reads: dict[object, None] = {}
         self.seen_s, self.is_freeing_host, self.looked_up, self.used = time.perf_counter(), False, 0, 0
+        self.is_answering, self.external = True, None
         self.reservations = Reservations(
             self.nodes, self, self, self.changes.changed, self.lock, self.unlock, self.pool.size
         )
@@ -632,6 +636,30 @@ def test_a_request_is_passed_over_until_what_it_waits_for_was_verified() -> None
     assert len(list(world.prefetches.release_from_tail())) == 1 and not world.reservations.node_ids
 
 
+def test_one_for_which_all_is_ready_is_looked_at_again_once_something_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetching, "RELOOK_S", 0.0)
+    monkeypatch.setattr(prefetching, "SETTLED_S", 1000.0)
+    world, request = Waiting(), any_request()
+    world.prefetcher.begin(request)
+    (check,) = world.submitted
+    world.entry.checked_s, check.is_finished = time.perf_counter(), True
+    check.finish()
+    for _ in range(3):
+        world.prefetcher.advance()
+    assert world.looked_up == 1
+    world.entry.checked_s = -math.inf
+    world.prefetcher.advance()
+    assert len(world.submitted) == 2
+
+
+def test_an_entry_that_is_being_filled_counts_by_the_memory_that_it_has() -> None:
+    """Its header says how much is in it once it is filled, on some ranks sooner than on others."""
+    world = Waiting()
+    header = SimpleNamespace(payload_bytes=0)
+    assert world.reservations.may_reserve(HostEntry(header, (Run(0, 16),)))
+    assert not world.reservations.may_reserve(HostEntry(header, (Run(0, world.host.num_bytes),)))
+
+
 def test_what_is_sooner_computed_is_not_waited_for() -> None:
     world, request = Waiting(), any_request()
     world.cost = PrefillCost(0.0, 1e-9, 0.0)
@@ -661,7 +689,8 @@ def test_a_lookup_is_for_text_whose_namespace_may_be_on_the_ssd() -> None:
     world.ssd = SimpleNamespace(store=store, has_former=True, is_held=lambda ref: False)
     disk = SimpleNamespace(look_up=lambda *asked: world.asked.append(asked) or "job")
     look_outside = lambda *asked: pytest.fail("the SSD may have it")  # noqa: E731
-    grafting = Grafting(world, world.adapters, disk.look_up, look_outside, world.terms, world, 16, 1, True)
+    may_ask = lambda: False  # noqa: E731
+    grafting = Grafting(world, world.adapters, disk.look_up, may_ask, look_outside, world.terms, world, 16, 1, True)
 
     class Key(SimpleNamespace):
         extra_key = None
