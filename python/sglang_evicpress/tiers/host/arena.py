@@ -69,6 +69,12 @@ class Arena:
         except RuntimeError:
             self.close()
             raise
+        self._want_ahead(0)
+
+    @property
+    def is_growing(self) -> bool:
+        """True while more memory is on its way."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def num_bytes(self) -> int:
@@ -82,11 +88,14 @@ class Arena:
             extents.grow(self._taken_bytes)
         runs = extents.alloc(num_bytes)
         if extents.num_bytes < self._whole_bytes:
-            ahead = max(self._step_bytes, self._whole_bytes // AHEAD_SHARE)
-            self._wanted_bytes = min(extents.used_bytes + max(num_bytes, ahead), self._whole_bytes)
-            if self._wanted_bytes > extents.num_bytes:
-                self._begin_growth()
+            self._want_ahead(num_bytes)
         return runs
+
+    def _want_ahead(self, num_bytes: int) -> None:
+        ahead = max(self._step_bytes, self._whole_bytes // AHEAD_SHARE)
+        self._wanted_bytes = min(self.extents.used_bytes + max(num_bytes, ahead), self._whole_bytes)
+        if self._wanted_bytes > self.extents.num_bytes:
+            self._begin_growth()
 
     def join_growth(self) -> None:
         """Wait for the steps that are on their way."""
@@ -122,7 +131,7 @@ class Arena:
             return  # someone still has a view
 
     def _begin_growth(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
+        if self.is_growing:
             return  # it sees what is wanted
         if self._retry_s is None or time.monotonic() >= self._retry_s:
             self._thread = threading.Thread(target=self._grow, name="evicpress-host-growth", daemon=True)

@@ -334,10 +334,19 @@ def test_memory_is_taken_in_steps_before_it_is_needed_and_given_back() -> None:
     assert resident() - before < step
 
 
+def test_an_eighth_is_taken_from_the_start() -> None:
+    arena = Arena(64 * GRANULE, step_bytes=2 * GRANULE)
+    arena.join_growth()
+    runs = arena.alloc(8 * GRANULE)
+    assert runs is not None
+    arena.close()
+
+
 def test_more_than_is_there_yet_is_none_until_it_is_there() -> None:
     arena = Arena(64 * GRANULE, step_bytes=4 * GRANULE)
     assert arena.alloc(40 * GRANULE) is None
     arena.join_growth()
+    assert not arena.is_growing
     runs = arena.alloc(40 * GRANULE)
     assert runs is not None and sum(run.num_bytes for run in runs) == 40 * GRANULE
     arena.close()
