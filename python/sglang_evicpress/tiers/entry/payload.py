@@ -346,6 +346,19 @@ def layout_of(
     return SurvivorLayout(HostCopy(positions), HostCopy(values[count:].to(torch.int64)), num_slots)
 
 
+def check_layout(layout: SurvivorLayout, start: int, num_tokens: int) -> None:
+    """Raises BadEntry unless these can be the survivors of a node of so many tokens that begins at ``start``: shown at
+    rising indices of its tokens, and of rising positions in each head, none behind its end."""
+    logical = layout.logical
+    is_sound = bool((logical.diff() > 0).all()) and not ((logical < 0) | (logical >= num_tokens)).any()
+    for layer in range(layout.shape[0]):
+        positions = layout.positions_of(layer)
+        is_within = not ((positions < 0) | (positions >= start + num_tokens)).any()
+        is_sound = is_sound and is_within and bool((positions.diff(dim=-1) > 0).all())
+    if not is_sound:
+        raise BadEntry("header", f"its survivors are not those of {num_tokens} tokens from {start} on")
+
+
 def _uneven_layout_of(
     numbers: torch.Tensor, shape: Shape, num_slots: int, layer_slots: Sequence[int], group_of: tuple[int, ...]
 ) -> SurvivorLayout:

@@ -15,7 +15,7 @@ from sglang_evicpress.core import EXACT, Form
 from sglang_evicpress.device import HostCopy
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.header import ITEM_BYTES, BadEntry, Extent, Header, check_extent, coder_of, problem_of
-from sglang_evicpress.tiers.entry.payload import PayloadCopier, layout_of
+from sglang_evicpress.tiers.entry.payload import PayloadCopier, check_layout, layout_of
 from sglang_evicpress.tiers.host.allocator import Run
 from sglang_evicpress.tiers.host.arena import Arena
 
@@ -180,6 +180,25 @@ def test_an_entry_without_slots_is_saved_and_loaded() -> None:
     assert np.array_equal(bits(k_buffers), before)
     found = layout_of(torch.empty(0, dtype=torch.uint8), copier.shape, 0)
     assert found.positions.shape == (2, 2, 0) and len(found.logical) == 0
+
+
+def test_survivors_that_no_node_of_its_size_can_have_are_refused() -> None:
+    """Of twelve tokens from 100 on; survivors may be of positions before that, in a piece of a split."""
+    sound = torch.tensor([[[3, 100, 111]]], dtype=torch.int32), torch.tensor([0, 5, 11])
+    check_layout(SurvivorLayout(*map(HostCopy, sound), 3), 100, 12)
+    for positions, logical in (
+        ([3, 100, 111], [0, 5, 12]),
+        ([3, 100, 111], [-1, 5, 11]),
+        ([3, 100, 111], [0, 5, 5]),
+        ([3, 100, 112], [0, 5, 11]),
+        ([-1, 100, 111], [0, 5, 11]),
+        ([3, 3, 111], [0, 5, 11]),
+    ):
+        layout = SurvivorLayout(
+            HostCopy(torch.tensor([[positions]], dtype=torch.int32)), HostCopy(torch.tensor(logical)), 3
+        )
+        with pytest.raises(BadEntry, match="its survivors are not those of 12 tokens from 100 on"):
+            check_layout(layout, 100, 12)
 
 
 def test_every_flipped_bit_is_seen() -> None:
