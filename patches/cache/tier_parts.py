@@ -174,6 +174,7 @@ class TierParts:
             tree.storage,
             tree.adapters,
             self.ssd_io.look_up,
+            lambda: self.external_reads.is_busy,
             lambda *asked: self.external_reads.look_up(*asked),
             self.load_terms,
             outside.tree,

@@ -24,6 +24,9 @@ from sglang_evicpress.tiers.jobs import Job
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
+RETRY_S = 1.0
+"""After so long without host memory for what was found, somebody may look again."""
+
 EXPLORE_S = 10.0
 """After so long without a read from the store one is made to see what it costs."""
 
@@ -62,9 +65,16 @@ class ExternalReads:
     def __post_init__(self) -> None:
         self.levels = LEVELS if self.takes_lossy else LEVELS[:1]
         self._lookups: dict[tuple[bytes, bytes], ExternalLookup] = {}
-        self._num_reads = 0
+        self._reading: dict[bytes, ExternalRead] = {}  # by digest
+        self._retry_s = 0.0
         self._awaited: dict[ExternalLookup | ExternalRead, None] = {}
         self._read_s = self.storage.now_s()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while what would be found could not be read, or so many lookups are under way that none can begin."""
+        is_full = len(self._lookups) >= MOST_LOOKUPS or len(self._reading) >= MOST_READS
+        return is_full or self.storage.now_s() < self._retry_s
 
     def look_up(self, prefetch: Prefetch, key: RadixKey, begin: int, path_key: bytes, scope: SsdScope) -> None:
         """Look for what follows the first ``begin`` tokens of ``key``, of which ``path_key`` is the hash. The request
@@ -80,10 +90,9 @@ class ExternalReads:
         which = path_key, token_bytes(key.token_ids[begin : min(begin + BEGINS[-1], len(key))])
         job = self._lookups.get(which)
         if job is None:
-            if len(self._lookups) >= MOST_LOOKUPS:
-                return
             job = self._lookups[which] = ExternalLookup(self, store, key, begin, which, scope)
             self.storage.submit("lookup", job)
+        job.asked.append(prefetch)
         saved_s = self.costs().prefill.marginal_seconds(num_tokens, begin)
         saved_s -= self.costs().load_seconds(Tier.EXTERNAL, piece.num_bytes)
         if is_worth and store.gain.is_worth_waiting(saved_s):
@@ -113,7 +122,10 @@ class ExternalReads:
         self._awaited.pop(job, None)
         read = None if job.found is None or not self._is_current(job) else self._start_read(job, job.found)
         job.store.gain.observe(self.storage.now_s() - job.begun_s, is_hit=read is not None)
-        if read is not None:
+        if read == "later":
+            for prefetch in job.asked:
+                prefetch.looked_at.discard(job.begin)
+        elif read is not None:
             for prefetch in job.waiting:
                 self._let_wait(read, prefetch)
 
@@ -122,22 +134,29 @@ class ExternalReads:
         is_same = self.names.ssd_scope(job.key.extra_key) == job.scope and self.names.identity == job.identity
         return is_same and job.store is self.storage.external and not job.store.is_paused
 
-    def _start_read(self, job: ExternalLookup, found: FoundEntry) -> ExternalRead | None:
+    def _start_read(self, job: ExternalLookup, found: FoundEntry) -> ExternalRead | Literal["later"] | None:
+        """The job that reads what was found, which may have begun for another request; "later": it is worth reading,
+        and cannot be read now."""
+        under_way = self._reading.get(found.digest)
+        if under_way is not None and under_way.store is job.store:
+            return under_way
         num_bytes, num_shared = found.header.payload_bytes, job.num_shared
         recompute_s = self.costs().prefill.marginal_seconds(num_shared, job.begin)
         is_worth = self.costs().load_seconds(Tier.EXTERNAL, num_bytes) < recompute_s
         is_due = self.storage.now_s() - self._read_s >= EXPLORE_S and 2 * num_shared >= found.header.num_tokens
-        if not (is_worth or is_due) or self._num_reads >= MOST_READS or not job.store.may_read:
+        if not (is_worth or is_due) or not job.store.may_read:
             return None
+        if len(self._reading) >= MOST_READS:
+            return "later" if is_worth else None
         runs = self.room.host_room(num_bytes) if is_worth else self.room.free_room(num_bytes)
         if runs is None:
             if is_worth:
                 self.room.want(num_bytes)
+                self._retry_s = self.storage.now_s() + RETRY_S
             self.storage.counts["external_without_room"] += 1
-            return None
-        self._num_reads += 1
+            return "later" if is_worth else None
         self._read_s = self.storage.now_s()
-        read = ExternalRead(self, job, found, runs)
+        read = self._reading[found.digest] = ExternalRead(self, job, found, runs)
         self.room.begin_copy(read.host.num_bytes)
         self.storage.host.pin(read.host)
         self.storage.submit("external", read)
@@ -146,7 +165,7 @@ class ExternalReads:
     def end_read(self, job: ExternalRead) -> None:
         """Put what was read into the tree."""
         storage, host = self.storage, job.host
-        self._num_reads -= 1
+        del self._reading[job.found.digest]
         self._awaited.pop(job, None)
         self.room.end_copy(host.num_bytes)
         if job.error is None:
@@ -167,8 +186,8 @@ class ExternalReads:
 
 
 class ExternalLookup(Job):
-    """Finds the entry that continues a path: ``which``, by its key and the first tokens behind it. ``waiting``: for
-    whom."""
+    """Finds the entry that continues a path: ``which``, by its key and the first tokens behind it. ``asked``: for whom,
+    ``waiting``: those of them who wait for it."""
 
     priority = 0
 
@@ -186,6 +205,7 @@ class ExternalLookup(Job):
         self.which, self.scope, self.identity = which, scope, owner.names.identity
         self.begun_s = owner.storage.now_s()
         self.tokens = token_bytes(key.token_ids[begin : len(key)])
+        self.asked: list[Prefetch] = []
         self.waiting: list[Prefetch] = []
         self.found: FoundEntry | None = None
         self.num_shared = 0

@@ -20,7 +20,7 @@ from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry
 from sglang_evicpress.tiers.entry.header import BadEntry, Header
 from sglang_evicpress.tiers.entry.identity import PathHash, lookup_key_of, namespace_digest, token_bytes
-from sglang_evicpress.tiers.entry.payload import layout_of
+from sglang_evicpress.tiers.entry.payload import check_layout, layout_of
 from sglang_evicpress.tiers.ssd.index import Ref
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Grafting:
     storage: Tiers
     names: Names
     start_lookup: Callable[[Sequence[Ref], bytes, bytes, bytes], Lookup]
+    is_outside_busy: Callable[[], bool]
     look_outside: Callable[[Prefetch, RadixKey, int, bytes, SsdScope], None]
     terms: Worth
     tree: GraftedTree
@@ -71,19 +72,22 @@ class Grafting:
         storage, begin = self.storage, sum(matched for _, matched in steps)
         if begin in prefetch.looked_at or len(key) - begin < self.page_size:
             return
-        prefetch.looked_at.add(begin)
         has_former = storage.ssd is not None and storage.ssd.has_former
-        if not has_former and (storage.external is None or not storage.external.may_read):
+        may_look_outside = storage.external is not None and storage.external.may_read
+        is_deferred = may_look_outside and self.is_outside_busy()
+        if not is_deferred:
+            prefetch.looked_at.add(begin)
+        if not has_former and (is_deferred or not may_look_outside):
             return
         scope = self.names.ssd_scope(key.extra_key)
-        if scope is None:
-            return
         tokens = key.token_ids[: len(key)]
-        if first_outside(tokens, self.tree.vocab_size) is not None:
+        if scope is None or first_outside(tokens, self.tree.vocab_size) is not None:
             return  # nothing of it was ever written
         hashed = PathHash(*scope)
         hashed.update(tokens[:begin])
-        if not has_former or not self._look_on_ssd(prefetch, key, begin, hashed.key, scope):
+        if has_former and self._look_on_ssd(prefetch, key, begin, hashed.key, scope):
+            prefetch.looked_at.add(begin)
+        elif not is_deferred:
             self.look_outside(prefetch, key, begin, hashed.key, scope)
 
     def _look_on_ssd(self, prefetch: Prefetch, key: RadixKey, begin: int, path_key: bytes, scope: SsdScope) -> bool:
@@ -175,7 +179,9 @@ class Grafting:
             return None
         numbers = torch.frombuffer(bytearray(survivors), dtype=torch.uint8)
         try:
-            return layout_of(numbers, header.shape, header.num_slots, header.layer_slots, self.group_of)
+            layout = layout_of(numbers, header.shape, header.num_slots, header.layer_slots, self.group_of)
+            check_layout(layout, header.start, header.num_tokens)
+            return layout
         except BadEntry as error:
             self.storage.errors[f"{where}_{error.reason}"] += 1
             return None

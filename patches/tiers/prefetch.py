@@ -206,6 +206,8 @@ class Prefetcher:
         if read is not None:
             prefetch.from_ssd.add(read.host)
             return read
+        if not self.ssd.is_answering:
+            return None  # nothing to wait for
         num_host_plans = self.num_host_plans()
         if prefetch.refused_by is None:
             prefetch.refused_by = num_host_plans

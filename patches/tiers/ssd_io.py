@@ -47,6 +47,8 @@ class SsdReads(Protocol):
 
     @property
     def is_freeing_host(self) -> bool: ...
+    @property
+    def is_answering(self) -> bool: ...
     def start_read(self, entry: SsdEntry) -> Read | None: ...
     def note_seen(self, now_s: float) -> None: ...
 
@@ -146,7 +148,13 @@ class SsdIo:
     @property
     def is_freeing_host(self) -> bool:
         """True if host memory will become free of itself."""
-        return bool(self.reads) or any(self.storage.workers[name].num_pending for name in ("copy", "write", "load"))
+        is_moving = any(self.storage.workers[name].num_pending for name in ("copy", "write", "load"))
+        return bool(self.reads) or is_moving or self.storage.host.arena.is_growing
+
+    @property
+    def is_answering(self) -> bool:
+        """False while the disk hangs."""
+        return self.ssd.is_answering
 
     def ssd_room(self, num_bytes: int) -> Reserved | None:
         """A reservation, if the wear budget and the tier's bound allow it now. If it is full, room is made for later:
@@ -207,10 +215,10 @@ class SsdIo:
     def start_read(self, entry: SsdEntry) -> Read | None:
         """Begin to read an SSD entry into the host, for all nodes that hold a piece of it; the job, None without
         room, or while the disk does not answer."""
+        if not self.ssd.is_answering:
+            self.storage.counts["reads_of_a_hung_ssd"] += 1
+            return None
         if entry.read is None:
-            if not self.ssd.is_answering:
-                self.storage.counts["reads_of_a_hung_ssd"] += 1
-                return None
             runs = self.room.host_room(entry.header.payload_bytes)
             if runs is None:
                 self.room.want(entry.header.payload_bytes)

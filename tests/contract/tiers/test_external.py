@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.contract.cache.test_radix_cache_model import Request
 from tests.contract.tiers.test_tiers_model import (
     DEAR,
     HALF,
@@ -25,6 +26,7 @@ from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tiers.storage import EXTERNAL_THREADS
 from sglang_evicpress.policy.cost_model import PrefillCost
 from sglang_evicpress.tiers.external import circuit as circuits
+from sglang_evicpress.tiers.external.entries import SharedEntries
 from sglang_evicpress.tiers.external.store import ExternalStore
 from sglang_evicpress.tiers.jobs import Workers
 
@@ -196,6 +198,49 @@ def test_a_store_that_hangs_is_not_waited_for(
     second.check_rows()
     second.settle()
     second.check_nothing_leaks()
+
+
+@pytest.fixture
+def may_read(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once payloads may be read from stores."""
+    event, read = threading.Event(), SharedEntries.read
+    monkeypatch.setattr(SharedEntries, "read", lambda *asked: event.wait(60.0) and read(*asked))
+    return event
+
+
+def test_an_entry_is_read_once_however_many_wait_for_it(sharing: Sharing, may_read: threading.Event) -> None:
+    first = sharing(0)
+    tokens, _ = cached(first, 100)
+    published(first)
+    second = sharing(1)
+    reads, requests = second.tiers.external_reads, list[Request]()
+    for tail in (57, 58, 59):
+        requests.append(second.wait([*tokens, tail]))
+        second.until(lambda: reads._reading and not reads._lookups)
+        assert len(reads._reading) == 1
+    may_read.set()
+    for request in requests:
+        second.until_ready(request)
+    assert second.admit(requests[0]) == 100 and counts(second, "read", "found") == [1, 1]
+    second.check_rows()
+
+
+def test_what_finds_the_store_busy_is_asked_for_again(
+    sharing: Sharing, may_read: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external_reads, "MOST_READS", 1)
+    first = sharing(0)
+    contexts = [cached(first, 60 + 20 * index)[0] for index in range(3)]
+    published(first)
+    second = sharing(1)
+    reads = second.tiers.external_reads
+    requests = [second.wait([*tokens, 59]) for tokens in contexts]
+    second.until(lambda: reads._reading and not reads._lookups)
+    assert len(reads._reading) == 1
+    may_read.set()
+    second.until(lambda: counts(second, "read") == [3])
+    assert [second.admit(request) for request in requests[:2]] == [60, 80]
+    second.check_rows()
 
 
 def test_the_policy_weighs_a_drop_by_what_the_store_has(sharing: Sharing) -> None:

@@ -134,6 +134,25 @@ def test_a_hung_disk_is_a_miss_for_requests_and_a_hit_again_later(
     walk.settle()
 
 
+def test_nobody_waits_for_a_disk_that_is_known_to_hang(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for what it was reading then, nor for another entry."""
+    monkeypatch.setattr(health, "ANSWER_S", 0.05)
+    monkeypatch.setattr(health, "FRESH_S", 0.0)
+    monkeypatch.setenv("SGLANG_EVICPRESS_FAULTS", "seed=1")
+    walk = opened()
+    (tokens, _), (others, _) = cached(walk, 100, Tier.SSD), cached(walk, 80, Tier.SSD)
+    may_go_on = [walk.cache.host.faults.hang(name) for name in ("preadv", "free_bytes")]
+    request = walk.wait([*tokens, 59])
+    assert walk.tiers.ssd_io.reads and walk.tiers.prefetcher.is_prefetching(request)
+    assert walk.cache.ssd.store.reserve(1) is None and not walk.cache.ssd.is_answering
+    for late in (walk.wait([*tokens, 58]), walk.wait([*others, 59])):
+        assert not walk.tiers.prefetcher.is_prefetching(late)
+    for event in may_go_on:
+        event.set()
+    walk.until(lambda: walk.cache.ssd.store.is_answering)
+    walk.settle()
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_slots_of_a_load_that_hangs_are_set_apart_by_a_flush(
     opened: Opened, monkeypatch: pytest.MonkeyPatch, page_size: int
