@@ -245,6 +245,7 @@ class EvicPressConfig:
         "a JSON object of tenants, or the path of its file",
         "JSON file of tenants by name, each with the cache_salt of its requests, the kv_quality that these do not fall "
         'below, and gpu_gb, host_gb, ssd_gb that they may hold, such as {"acme": {"cache_salt": "s-1", "gpu_gb": 4}}',
+        repr=False,  # salts are secrets
     )
 
     def __post_init__(self) -> None:

@@ -173,6 +173,7 @@ class StoreFlags:
         "Settings of --kv-external-backend, as --hicache-storage-backend-extra-config takes them: a JSON object, or @ "
         "and the path of one",
         key="external_config",
+        repr=False,  # it may hold credentials
     )
     key_file: Annotated[str, AfterValidator(file_path)] | None = setting(
         None,

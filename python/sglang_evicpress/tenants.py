@@ -36,7 +36,8 @@ def read_tenants(value: object) -> tuple[Tenant, ...]:
     """Tenants of a file's content. Raises ValueError, one sentence naming the tenant, the value and what is
     accepted."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"tenants is {short_repr(value)}: expected an object of tenants, such as {_EXAMPLE}")
+        kind = type(value).__name__  # salts are secrets: nothing of them is shown
+        raise ValueError(f"tenants is a {kind}: expected an object of tenants, such as {_EXAMPLE}")
     tenants = tuple(_tenant(str(name), fields) for name, fields in value.items())
     names: dict[str, str] = {}
     for tenant in tenants:
@@ -49,7 +50,7 @@ def read_tenants(value: object) -> tuple[Tenant, ...]:
 def _tenant(name: str, fields: object) -> Tenant:
     where = f"tenant {name!r:.100}"
     if not isinstance(fields, Mapping):
-        raise ValueError(f"{where} is {short_repr(fields)}: expected {_KEYS}, as in {_EXAMPLE}")
+        raise ValueError(f"{where} is a {type(fields).__name__}: expected {_KEYS}, as in {_EXAMPLE}")
     unknown = [key for key in fields if key not in (CACHE_SALT, KV_QUALITY, *LIMITS)]
     if unknown:
         raise ValueError(f"{where} has the unknown key {unknown[0]!r:.100}: expected {_KEYS}")
