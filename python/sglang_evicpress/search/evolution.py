@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import orjson
 
+from sglang_evicpress.files import write_whole
 from sglang_evicpress.search.layer_budgets import Budgets, complete, uniform
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ class Journal:
             return
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith(b"\n")]
+        if lines and not whole:
+            raise ValueError(f"{path} has no whole line: expected the journal of a search, or no file")
         try:
             header, *scores = map(orjson.loads, whole) if whole else (identity,)
             self._known = {tuple(line["budgets"]): float(line["score"]) for line in scores}
@@ -109,7 +112,8 @@ class Journal:
             raise ValueError(f"{path} begins with {header!r:.60}: expected the journal of a search, or no file")
         if other := _difference(header, identity):
             raise ValueError(f"{path} is the journal of another search ({other}): expected one of this, or no file")
-        path.write_bytes(b"".join(whole) or orjson.dumps(identity) + b"\n")
+        if whole != lines or not whole:
+            write_whole(str(path), b"".join(whole) or orjson.dumps(identity) + b"\n")
 
     def __len__(self) -> int:
         return len(self._known)

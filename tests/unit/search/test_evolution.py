@@ -105,7 +105,7 @@ def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
         next(search(nearness, 4, SearchSettings(100, group_size=2), path, {"press": "keydiff"}))
 
 
-@pytest.mark.parametrize("content", ["no JSON\n", "[1]\n", "{}\n[1]\n", '{}\n{"budgets": [1]}\n'])
+@pytest.mark.parametrize("content", ["no JSON\n", "no line", "[1]\n", "{}\n[1]\n", '{}\n{"budgets": [1]}\n'])
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "journal"
     path.write_text(content)

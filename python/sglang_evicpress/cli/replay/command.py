@@ -117,13 +117,14 @@ def _outcomes(replay: Replay, run: Run, is_shown: bool) -> Iterator[Outcome]:
 
 
 def _outputs(args: argparse.Namespace) -> dict[str, str]:
-    """Flag -> path of what will be written. ValueError if it cannot be, or is another of them or the trace."""
-    taken = {"TRACE": args.trace}
+    """Flag -> path of what will be written. ValueError if it cannot be, or is another of them or what is read."""
+    inputs = {"TRACE": args.trace, "--curves": None if args.curves is None else args.curves[0]}
+    taken, outputs = {flag: path for flag, path in inputs.items() if path is not None}, dict[str, str]()
     for name in ("jsonl", "requests", "plot"):
         if (path := getattr(args, name)) is not None:
             with naming(f"--{name}"):
                 if name == "plot":
                     check_picture(path)
                 check_output(path, taken)
-            taken[f"--{name}"] = path
-    return {flag.removeprefix("--"): path for flag, path in taken.items() if flag != "TRACE"}
+            taken[f"--{name}"] = outputs[name] = path
+    return outputs

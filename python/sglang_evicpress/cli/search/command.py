@@ -173,6 +173,10 @@ def _read(args: argparse.Namespace) -> tuple[list[GivenContext], list[GivenConte
                     check_picture(path)
                 check_output(path, inputs)
             inputs[f"--{name}"] = path
+    journal = args.journal or f"{args.out}.journal"
+    for flag, path in inputs.items():
+        if Path(journal).resolve() == Path(path).resolve():
+            raise ValueError(f"--journal: {journal!r} is also {flag}: expected a file of its own")
     return read["--contexts"], read.get("--held-out", [])
 
 

@@ -557,3 +557,11 @@ def test_help_imports_next_to_nothing(words: list[str]) -> None:
 @pytest.mark.parametrize("words", [["--help"], [*TRANSFER_COSTS]])
 def test_replaying_imports_neither_torch_nor_sglang(trace: str, words: list[str]) -> None:
     assert not imported(["replay", trace, *words]) & {"matplotlib", "sglang", "torch", "tqdm", "triton"}
+
+
+def test_a_file_of_curves_is_not_overwritten(trace: str, curves: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = Path(curves).read_bytes()
+    for flag in ("--jsonl", "--requests"):
+        assert run(trace, *TRANSFER_COSTS, "--curves", curves, flag, curves) == 2
+        assert f"error: {flag}: {curves!r} is also --curves" in capsys.readouterr().err
+    assert Path(curves).read_bytes() == before
