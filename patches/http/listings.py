@@ -136,6 +136,8 @@ async def read_listing(call: Call, op: str, arguments: Json) -> tuple[int, bytes
             raise TypeError(f"{listing.items} of {op} is a {type(page_items).__name__}: expected a list")
         items += page_items
         page = {**page, **{name: more[name] for name in ("next", "last") if name in more}}
+        if "num_lost" in more:
+            page["num_lost"] = int(str(page["num_lost"])) + int(str(more["num_lost"]))
         following = more.get("next")
     if op == "tree" and page is not first:
         items.sort(key=_start_of)  # parents first, as on every page

@@ -152,3 +152,16 @@ def test_a_listing_is_read_by_its_cursor_whatever_it_is_called() -> None:
         assert read == [1, 2, 3, 4, 5, 6, 7]
     reason = reason_of(client.get("/evicpress/v1/journal?cursor=1&since=1"))
     assert reason == "since and cursor are two names of one argument: expected one of them"
+
+
+def test_what_a_listing_loses_between_its_pages_is_counted() -> None:
+    """The scheduler gives pages of three; each time two entries were overwritten meanwhile."""
+
+    class Turning(FakeCache):
+        def read_journal(self, since: int, limit: int) -> dict[str, object]:
+            first = since + 1 + (2 if since else 0)
+            numbers = list(range(first, first + min(3, limit)))
+            return {"entries": numbers, "next": numbers[-1], "num_lost": first - since - 1}
+
+    page = client_of(Turning()).get("/evicpress/v1/journal?limit=9").json()
+    assert page["entries"] == [1, 2, 3, 6, 7, 8, 11, 12, 13] and page["num_lost"] == 4
