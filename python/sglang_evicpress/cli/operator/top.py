@@ -15,6 +15,7 @@ from sglang_evicpress.tables import aligned, number, share
 
 _CLEAR = "\x1b[H\x1b[2J"
 NUM_DECISIONS = 8
+PAGE_DECISIONS = 1000
 _EPILOG = """With --json every look is one line. Exit status: 0 with --once, 2 bad input or no server, 130 Ctrl-C.
 """
 
@@ -43,7 +44,7 @@ def top(argv: Sequence[str]) -> int:
     args = make_parser().parse_values(argv)
     server, before = Server.of(args), None
     while True:
-        sample = look(server, before)
+        sample = look(server, before, shows_all=args.json)
         if args.json:
             print_json_line({"stats": sample.stats, "tiers": sample.tiers, "journal": sample.journal})
         else:
@@ -55,11 +56,17 @@ def top(argv: Sequence[str]) -> int:
         time.sleep(args.interval)
 
 
-def look(server: Server, before: Sample | None = None) -> Sample:
-    """The present state, with the last decisions: some, or all since ``before`` but not more than a page."""
+def look(server: Server, before: Sample | None = None, *, shows_all: bool = False) -> Sample:
+    """The present state, with the last decisions since ``before``: some, or ``shows_all``, in the order in which they
+    were made, as far as a page goes; what is left comes with the next look."""
     num_made = server.get("journal?limit=1")["num_decisions"]
-    since = max(0, num_made - NUM_DECISIONS if before is None else before.journal["num_decisions"])
-    return Sample(time.monotonic(), server.get("stats"), server.get("tiers"), server.get(f"journal?since={since}"))
+    since = 0 if before is None else before.journal["last"]
+    if before is None or since > num_made:  # another server
+        since = max(0, num_made - NUM_DECISIONS)
+    if not shows_all:
+        since = max(since, num_made - NUM_DECISIONS)
+    path = f"journal?since={since}&limit={PAGE_DECISIONS}"
+    return Sample(time.monotonic(), server.get("stats"), server.get("tiers"), server.get(path))
 
 
 def lines(sample: Sample, before: Sample | None = None) -> list[str]:

@@ -24,7 +24,7 @@ def sample(at_s: float, requests: int, new: int, demoted: int) -> Sample:
     }
     gpu = {"used_bytes": 6e6, "capacity_bytes": 1e7, "num_nodes": 3, "forms": {"exact": {"bytes": 6_000_000}}}
     entry = {"time_s": 1.5, "node_id": 7, "from": "exact/gpu", "to": "exact/host", "reason": "loses little"}
-    return Sample(at_s, stats, {"tiers": {"gpu": gpu}}, {"num_decisions": 5, "entries": [entry]})
+    return Sample(at_s, stats, {"tiers": {"gpu": gpu}}, {"num_decisions": 5, "last": 5, "entries": [entry]})
 
 
 def test_the_first_look_has_totals() -> None:
@@ -53,12 +53,24 @@ class Asked:
 
     def get(self, path: str) -> dict[str, Any]:
         self.paths.append(path)
-        return {"num_decisions": 100, "entries": []}
+        return {"num_decisions": 100, "last": 97, "entries": []}
 
 
 def test_decisions_are_read_from_the_last_look_on() -> None:
     server: Any = Asked()
     look(server)
-    assert server.paths[-1] == "journal?since=92"
+    assert server.paths[-1] == "journal?since=92&limit=1000"
+    before = look(server, sample(0.0, 10, 400, 7), shows_all=True)
+    assert server.paths[-1] == "journal?since=5&limit=1000"
+    look(server, before, shows_all=True)  # 98 to 100 are not shown yet
+    assert server.paths[-1] == "journal?since=97&limit=1000"
+
+
+def test_the_screen_has_the_last_decisions_and_another_server_is_begun_anew() -> None:
+    server: Any = Asked()
     look(server, sample(0.0, 10, 400, 7))
-    assert server.paths[-1] == "journal?since=5"
+    assert server.paths[-1] == "journal?since=92&limit=1000"
+    before = sample(0.0, 10, 400, 7)
+    before.journal["last"] = 5000
+    look(server, before, shows_all=True)
+    assert server.paths[-1] == "journal?since=92&limit=1000"
