@@ -34,7 +34,7 @@ def tree(argv: Sequence[str]) -> int:
     """Run ``evicpress tree`` and give its exit status. Raises ValueError."""
     args = make_parser().parse_values(argv)
     nodes = list(all_nodes(Server.of(args)))
-    print_result(args, nodes, lines(nodes, Shown(args.depth or 0, args.least_tokens)))
+    print_result(args, nodes, [] if args.json else lines(nodes, Shown(args.depth or 0, args.least_tokens)))
     return 0
 
 
@@ -56,27 +56,41 @@ def lines(nodes: Sequence[Json], shown: Shown) -> list[str]:
     for node in nodes:
         parent = node["parent_id"]
         children[parent if parent in known else None].append(node)
-    rows = [_HEAD, *_rows(children, None, "", 0, shown)]
+    rows = [_HEAD, *_rows(children, shown)]
     num_tokens = sum(node["num_tokens"] for node in nodes)
     return [*aligned(rows), "", f"{len(nodes)} nodes, {num_tokens} tokens"]
 
 
-def _rows(
+def _rows(children: Mapping[int | None, list[Json]], shown: Shown) -> Iterator[tuple[str, ...]]:
+    """Rows of all levels; a path may have more of them than Python takes calls."""
+    levels = [_level(children, None, "", 0, shown)]
+    while levels:
+        row, below = next(levels[-1], (None, None))
+        if row is None:
+            levels.pop()
+            continue
+        yield row
+        if below is not None:
+            node_id, indent = below
+            levels.append(_level(children, node_id, indent, len(levels), shown))
+
+
+def _level(
     children: Mapping[int | None, list[Json]], parent: int | None, indent: str, depth: int, shown: Shown
-) -> Iterator[tuple[str, ...]]:
+) -> Iterator[tuple[tuple[str, ...], tuple[int, str] | None]]:
+    """Rows of the children of a node, each with its id and the indent of what lies below it."""
     below = sorted(children.get(parent, ()), key=lambda node: (-node["num_tokens"], node["id"]))
     if shown.depth and depth == shown.depth:
         if below:
-            yield _left_out(below, indent)
+            yield _left_out(below, indent), None
         return
     large = [node for node in below if node["num_tokens"] >= shown.least_tokens]
     small = below[len(large) :]
     for number, node in enumerate(large):
         is_last = number == len(large) - 1 and not small
-        yield _row(node, f"{indent}{'└' if is_last else '├'} ")
-        yield from _rows(children, node["id"], f"{indent}{' ' if is_last else '│'} ", depth + 1, shown)
+        yield _row(node, f"{indent}{'└' if is_last else '├'} "), (node["id"], f"{indent}{' ' if is_last else '│'} ")
     if small:
-        yield _left_out(small, indent)
+        yield _left_out(small, indent), None
 
 
 def _row(node: Json, indent: str) -> tuple[str, ...]:

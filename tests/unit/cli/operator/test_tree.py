@@ -46,6 +46,12 @@ def test_children_stand_below_their_parents_the_largest_first() -> None:
     assert head.split()[:2] == ["node", "tokens"] and total == "3 nodes, 330 tokens"
 
 
+def test_a_path_of_many_nodes_is_shown() -> None:
+    nodes = [node(number, number - 1 or None, 5) for number in range(1, 3001)]
+    rows = lines(nodes, ALL)
+    assert len(rows) == 3003 and rows[3000].split()[:2] == ["└", "3000"]
+
+
 def test_small_and_deep_nodes_are_counted_in_one_line() -> None:
     assert [row.split()[:4] for row in lines(NODES, Shown(1, 0))[1:3]] == [
         ["└", "1", "10", "10"],
