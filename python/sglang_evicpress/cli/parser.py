@@ -46,6 +46,17 @@ class Parser(argparse.ArgumentParser):
                 words.append(word)
         return self.parse_args(words)
 
+    def joined(self, argv: Sequence[str]) -> list[str]:
+        """``argv`` with each value joined to its flag, as ``--flag=value``: for a parser that does not know these."""
+        with_value = {flag for action in self._actions if action.nargs is None for flag in action.option_strings}
+        words: list[str] = []
+        for word in argv:
+            if words and words[-1] in with_value:
+                words[-1] += f"={word}"
+            else:
+                words.append(word)
+        return words
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from sglang_evicpress.benchmark.interrupts import raising_interrupts
 from sglang_evicpress.cli.output import print_result
-from sglang_evicpress.cli.parser import Parser, naming
+from sglang_evicpress.cli.parser import Parser, interrupted_status, naming, say
 from sglang_evicpress.cli.replay.flags import make_parser as replay_parser
 from sglang_evicpress.cli.replay.report import Result
 from sglang_evicpress.cli.replay.settings import make_settings
@@ -49,18 +49,25 @@ def make_parser() -> Parser:
 
 def plan(argv: Sequence[str]) -> int:
     """Run ``evicpress plan`` and give its exit status. Raises ValueError for bad input."""
-    args, rest = make_parser().parse_known_args(argv)
+    args, rest = make_parser().parse_known_args(replay_parser().joined(argv))
     for flag in ("--policy", "--alpha", "--jsonl", "--requests", "--plot"):
         if any(text.partition("=")[0] == flag for text in rest):
             raise ValueError(f"{flag} is not for plan, which replays evicpress at --quality: leave it out")
     settings = list(itertools.product(*(_sizes(tier, getattr(args, tier)) for tier in TIERS)))
     if len(settings) > MOST_SETTINGS:
         raise ValueError(f"{len(settings)} combinations of sizes are given: expected at most {MOST_SETTINGS}")
-    with raising_interrupts():
-        results = list(_replay_all(args, rest, settings))
+    results, interrupt = list[tuple[tuple[str, ...], Result]](), None
+    try:
+        with raising_interrupts():
+            results.extend(_replay_all(args, rest, settings))
+    except KeyboardInterrupt as error:
+        interrupt = error
+        if not results:
+            raise
+        say(f"interrupted after {len(results)} of {len(settings)} sizes")
     document = [{**dict(zip(TIERS, sizes, strict=True)), **result.record()} for sizes, result in results]
     print_result(args, document, aligned(list(_rows(results))))
-    return 0
+    return 0 if interrupt is None else interrupted_status(interrupt)
 
 
 def _sizes(tier: str, text: str) -> list[str]:
@@ -84,13 +91,15 @@ def _replay_all(
             if trace is None:
                 reading = Reading(each.time_unit, each.block_tokens)
                 known = None if reading == Reading() else reading
-                trace = read_trace(each.trace, skip_bad=each.skip_bad, limit=each.limit, reading=known)
+                trace = read_trace(each.trace, skip_bad=each.skip_bad, limit=each.limit, on_bad=say, reading=known)
             progress.name(", ".join(f"{tier} {size}" for tier, size in zip(TIERS, sizes, strict=True)))
             yield sizes, _replay(each, trace)
             progress.step()
 
 
 def _replay(args: argparse.Namespace, trace: Trace) -> Result:
+    if len(args.quality) != 1:
+        raise ValueError(f"--quality: {len(args.quality)} targets are given: expected one")
     (quality,) = args.quality
     run, begin_s = Run("evicpress", None, quality), time.perf_counter()
     replay = make_replay(trace, run, make_settings(args, trace, trace.working_set_tokens), None)

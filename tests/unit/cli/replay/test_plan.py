@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -35,9 +36,22 @@ def test_the_table_has_the_sizes_and_what_they_buy(capsys: pytest.CaptureFixture
             "combinations of sizes are given",
         ),
         (["--quality", "2"], "quality"),
+        (["--quality", "0.9,0.95"], "--quality: 2 targets are given: expected one"),
     ],
 )
 def test_bad_input_is_one_sentence(given: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *TRACE, *given]) == 2
     said = capsys.readouterr().err
     assert sentence in said and said.count("\n") == 1
+
+
+def test_flags_of_replay_may_stand_before_the_trace_and_bad_lines_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}
+    path.write_text("\n".join([json.dumps(line), "{", json.dumps({**line, "timestamp": 1000})]) + "\n")
+    sizes = ["--gpu", "50%", "--host", "0", "--ssd", "0"]
+    assert main(["plan", "--limit", "5", "--skip-bad", str(path), *sizes]) == 0
+    said = capsys.readouterr()
+    assert "line 2" in said.err and said.out.splitlines()[1].split()[:3] == ["50%", "0", "0"]
