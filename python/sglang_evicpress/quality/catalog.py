@@ -130,7 +130,8 @@ class _Pool:
     @property
     def variance(self) -> float:
         """Within contexts, not between them."""
-        return max(0.0, self.squares / self.freedom) if self.num_spread else UNPOOLED_VARIANCE
+        has_spread = self.num_spread and self.freedom > 0.0  # of great counts nothing may be left by rounding
+        return max(0.0, self.squares / self.freedom) if has_spread else UNPOOLED_VARIANCE
 
     def means(self) -> NDArray[np.float64]:
         return np.array([seen.mean for seen in self.seen.values()])

@@ -44,6 +44,14 @@ def test_empty_catalog_without_a_prior_knows_only_the_exact_form() -> None:
         assert not curves.knows(HALF) and curves.quality(HALF) == 0.0
 
 
+def test_counts_of_which_rounding_leaves_nothing_are_no_spread() -> None:
+    catalog = Catalog(None)
+    for key, count in ((1, 1.25), (2, 2.0**53), (2, 1.0)):
+        stats = {HALF: RunningStats(count, 0.5, 0.0)}
+        catalog.put(Profile(b"%016d" % key, 64, stats, "logprob", "0" * 16, 4, 1.0))
+    assert 0.0 <= catalog.default.quality(HALF) <= 0.5
+
+
 def test_prior_is_not_believed_once_there_is_a_profile() -> None:
     catalog = filled(make_profile(1, {HALF: [0.4]}), prior=Curves.prior())
     for curves in (catalog.default, catalog.mean, catalog.curves_of(b"%016d" % 1)):
