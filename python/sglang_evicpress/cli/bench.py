@@ -18,7 +18,7 @@ from sglang_evicpress.benchmark.server import ServerError
 from sglang_evicpress.benchmark.systems import Sizes, System, expand, left_out, sizes_of
 from sglang_evicpress.benchmark.tables import TABLES, write_report
 from sglang_evicpress.cli.output import print_result
-from sglang_evicpress.cli.parser import INTERRUPTED, say
+from sglang_evicpress.cli.parser import interrupted_status, say
 from sglang_evicpress.cli.parsers import bench_serve as make_parser
 
 FOLDER = Path("bench/out/serve")
@@ -47,9 +47,9 @@ def serve(argv: Sequence[str]) -> int:
         done = run_all(config, systems, chosen, contexts, sizes, folder, command=command, is_fresh=args.fresh)
         score_runs(folder, is_shown=sys.stderr.isatty())
         write_report(folder)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         say(f"interrupted; every run that was complete is in {folder}, and the same command goes on")
-        return INTERRUPTED
+        return interrupted_status(interrupt)
     except ServerError as error:
         say(f"error: {error}")
         return 1

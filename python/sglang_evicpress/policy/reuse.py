@@ -191,7 +191,7 @@ class ReuseModel:
 
 def _gap_class(gap_s: float) -> int:
     steps = math.log2(gap_s / _GAPS_S[0]) * AGES_PER_DOUBLING / _PER_GAP_CLASS
-    return min(NUM_GAP_CLASSES - 1, max(0, round(steps)))
+    return round(min(NUM_GAP_CLASSES - 1, max(0, steps)))
 
 
 def _smoothed(uses: Floats, reached: Floats, strength: float, expected: Floats) -> Floats:

@@ -16,6 +16,7 @@ import yaml
 from sglang_evicpress.benchmark.config import Config, load_config
 from sglang_evicpress.benchmark.contexts import Context
 from sglang_evicpress.benchmark.systems import expand, sizes_of
+from sglang_evicpress.cli import bench
 from sglang_evicpress.cli.bench import check_pool, choose
 from sglang_evicpress.cli.main import main
 from sglang_evicpress.profiler.contexts import GivenQuestion as Question
@@ -87,6 +88,14 @@ def test_bad_input_is_one_line_and_status_2(
     printed = capsys.readouterr()
     assert re.search(said, printed.err) and printed.err.count("\n") == 1 and not printed.out
     assert not (tmp_path / "out" / "plan.json").exists()
+
+
+def test_sigterm_has_the_status_of_that_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt(int(signal.SIGTERM))
+
+    monkeypatch.setattr(bench, "load_contexts", interrupted)
+    assert serve(tmp_path, write(tmp_path)) == 143
 
 
 def test_ctrl_c_is_one_line_that_says_that_the_same_command_goes_on(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_evicpress.policy import reuse
 from sglang_evicpress.policy.reuse import BORDERS_S, FADE, NUM_AGES, History, ReuseModel, kind_of
 from sglang_evicpress.policy.reuse_tracker import MOST_GROWN, MOST_REVISED, ReuseTracker
 
@@ -248,3 +249,7 @@ def test_the_oldest_age_has_no_end() -> None:
     for _ in range(NUM_AGES - 1):
         model.grow(history)
     assert model.rate(history) > 0.0 and history.age == NUM_AGES - 1
+
+
+def test_a_gap_of_any_length_has_a_class() -> None:
+    assert reuse._gap_class(math.inf) == reuse._gap_class(1e308) == reuse.NUM_GAP_CLASSES - 1
