@@ -248,8 +248,8 @@ def test_what_was_computed_upon_a_lossy_prefix_is_no_better_than_that() -> None:
     walk.answer(tokens)
     upper, lower = walk.parts(tokens)
     assert lower.kv.is_lossy_prefix and lower.kv.form.is_exact
-    parts = walk.cache.quality.shares_of([(upper, 256), (lower, 64)])
-    assert [(part.num_tokens, part.lost) for part in parts] == [(256, 256 * 0.125), (64, 64 * 0.125)]
+    parts = walk.cache.quality.shares_of([(upper, 128), (lower, 192)])
+    assert [(part.num_tokens, part.lost) for part in parts] == [(128, 128 * 0.125), (192, 192 * 0.125)]
 
 
 def test_a_shadow_is_never_refused() -> None:
