@@ -50,6 +50,8 @@ class Arena:
         self._retry_s: float | None = None  # when a step could not be had: when to try again
         self.num_failed = 0
         self.is_pinned, self.is_closed = is_pinned, False
+        has_device = is_pinned and torch.cuda.is_initialized()
+        self._device = torch.cuda.current_device() if has_device else None  # a thread's own would be the first one
         memory = read_memory()
         refusal = f"host memory of {num_bytes} bytes cannot be had, {memory.free} bytes are available"
         if num_bytes > memory.free:  # the kernel would promise it, and kill the process when it is touched
@@ -139,6 +141,8 @@ class Arena:
 
     def _grow(self) -> None:
         """Take steps until there is what is wanted, or one cannot be had."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
         while self._taken_bytes < self._wanted_bytes and not self.is_closed:
             try:
                 free = read_memory().free - self._kept_free

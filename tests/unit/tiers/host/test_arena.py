@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -266,6 +267,23 @@ def test_pinned_and_unpinned_step_by_step(monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(cuda.calls[3:]) == [(address + offset * GRANULE,) for offset in (0, 2, 4)]
     Arena(GRANULE).close()
     assert len(cuda.calls) == 6
+
+
+def test_later_steps_are_pinned_for_the_device_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCuda(0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    name = "evicpress-host-growth"
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
+    )
+    arena = Arena(4 * GRANULE, is_pinned=True, step_bytes=2 * GRANULE)
+    arena.alloc(2 * GRANULE)
+    arena.join_growth()
+    assert chosen == [(name, 3)] and arena.extents.num_bytes <= arena.num_bytes
+    arena.close()
 
 
 def test_a_later_step_that_cannot_be_pinned_is_a_full_arena(monkeypatch: pytest.MonkeyPatch) -> None:
