@@ -56,8 +56,9 @@ def recover(
     segment.live = int(sizes[is_kept].sum())
     segment.end = int((records.payload_offsets + sizes)[is_kept].max(initial=0))
     segment.num_live = int(is_own.sum())
-    segment.is_foreign = segment.num_live < is_kept.sum()
-    segment.is_obsolete = not is_kept.any()
+    has_other_version = any(reason == "version" for _, reason in scanned.bad)  # kept for who knows it, as is what is
+    segment.is_foreign = has_other_version or segment.num_live < is_kept.sum()  # of another model
+    segment.is_obsolete = not (is_kept.any() or has_other_version)
     segment.head = _cut(disk, segment, scanned, kv_bytes, errors)
     segment.tombstoned = scanned.end - int(records.record_bytes.sum())
     kv, _ = disk.sizes(number)
