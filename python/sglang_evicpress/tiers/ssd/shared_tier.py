@@ -45,7 +45,7 @@ class SharedSsdTier(SsdTier):
         """Go by this clock and health. ``has_former``: a rank has found entries of an earlier server."""
         self._clock, self._health, self._has_former = clock, health, has_former
         self._writing_bytes = 0
-        self.wear = WearBudget(self.wear.bytes_per_day, clock())
+        self.wear = self.former_wear or WearBudget(self.wear.bytes_per_day, clock())
 
     @property
     def now_s(self) -> float:

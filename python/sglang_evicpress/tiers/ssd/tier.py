@@ -38,6 +38,7 @@ class SsdTier:
         self.store = store
         self.folder = folder
         self.wear = WearBudget(bytes_per_day, self.now_s)
+        self.former_wear: WearBudget | None = None
         self._held: dict[Any, SsdEntry] = {}
         self._open: Callable[[bytes], SsdTier]
         self._held_bytes = 0
@@ -94,9 +95,11 @@ class SsdTier:
 
     def reopened(self, identity: bytes) -> SsdTier:
         """The same folder for another model, once the store is closed. Raises StoreError as ``attach``."""
-        return within(
+        opened = within(
             ANSWER_S, f"SSD folder {self.folder}", lambda: self._open(identity), undo=lambda tier: tier.store.close()
         )
+        opened.wear = opened.former_wear = self.wear  # the disk is the same
+        return opened
 
     def close(self, seconds: float | None = None) -> bool:
         """Close the store on a thread of its own. False, and told, when it takes longer than so many seconds (without

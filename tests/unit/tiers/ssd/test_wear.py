@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_evicpress.tiers.ssd.tier import SsdTier
 from sglang_evicpress.tiers.ssd.wear import BURST_S, DAY_S, WearBudget
 
 PER_DAY = 24_000.0  # a thousand an hour
@@ -76,3 +79,13 @@ def test_over_any_time_little_more_is_written_than_the_limit_says(
             assert written >= per_day * BURST_S / DAY_S * (1 - 1e-9)
         assert written <= earned + largest + 1e-6 * earned
     assert budget.written_bytes == written
+
+
+def test_a_folder_that_is_opened_for_other_weights_has_the_same_budget(tmp_path: Path) -> None:
+    tier = SsdTier.open(str(tmp_path), 64 << 20, 24e6, "none", bytes(16), None)
+    tier.wear.take(10_000_000)
+    assert not tier.wear.allows(tier.now_s)
+    tier.close()
+    opened = tier.reopened(b"1" * 16)
+    assert not opened.wear.allows(opened.now_s) and opened.wear.written_bytes == 10_000_000
+    opened.close()
