@@ -19,7 +19,7 @@ from sglang_evicpress.patches.tree.node import is_reserved, start_of
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
-from sglang_evicpress.tiers.entry.header import BadEntry, Header, check_identity
+from sglang_evicpress.tiers.entry.header import SHORTAGE, BadEntry, Header, check_identity
 from sglang_evicpress.tiers.jobs import Job
 from sglang_evicpress.tiers.ssd.index import Ref
 from sglang_evicpress.tiers.ssd.tier import SsdTier
@@ -374,6 +374,8 @@ class Read(Job):
             self.host.checked_s = owner.storage.now_s()
             owner.note_seen(self.host.checked_s)
             owner.arrived(entry, self.host)
+        elif self.error == SHORTAGE:
+            owner.storage.errors[f"ssd_{SHORTAGE}"] += 1  # another read may succeed
         else:
             owner.removal.invalidate_entry(entry, Tier.SSD, self.error)
         if self.measured is not None:

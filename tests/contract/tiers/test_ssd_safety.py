@@ -14,8 +14,10 @@ from sglang_evicpress.introspect.operations import answer
 from sglang_evicpress.patches.tiers import loads
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.survivors import survivor_bytes
+from sglang_evicpress.tiers.entry.header import SHORTAGE, BadEntry
 from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.ssd import health, tier
+from sglang_evicpress.tiers.ssd.store import SsdStore
 
 pytestmark = pytest.mark.sglang
 
@@ -132,6 +134,23 @@ def test_a_hung_disk_is_a_miss_for_requests_and_a_hit_again_later(
     may_go_on.set()
     walk.until(lambda: walk.cache.ssd.store.is_answering)
     walk.settle()
+
+
+def test_an_entry_stays_where_files_or_memory_were_short(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100, Tier.SSD)
+    read, failed = SsdStore.read, list[object]()
+
+    def short(*asked: object) -> None:
+        if not failed:
+            failed.append(asked)
+            raise BadEntry(SHORTAGE, "too many open files")
+        read(*asked)
+
+    monkeypatch.setattr(SsdStore, "read", short)
+    assert walk.serve([*tokens, 59]) == 100
+    assert failed and walk.tree.storage.errors["ssd_shortage"] == 1
+    walk.check_rows()
 
 
 def test_nobody_waits_for_a_disk_that_is_known_to_hang(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

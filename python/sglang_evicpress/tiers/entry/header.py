@@ -44,7 +44,10 @@ REASONS = (
     "full",
     "unsafe",
     "key",
+    "shortage",
 )
+SHORTAGE = "shortage"
+"""Files or memory were short: this says nothing of the entry."""
 ITEM_BYTES = {
     "bfloat16": 2,
     "float16": 2,

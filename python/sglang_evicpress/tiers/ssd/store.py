@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from sglang_evicpress.threads import WatchedThread
 from sglang_evicpress.tiers.entry.encoding import encode, encode_tombstone
-from sglang_evicpress.tiers.entry.header import BadEntry, Header
+from sglang_evicpress.tiers.entry.header import SHORTAGE, BadEntry, Header
 from sglang_evicpress.tiers.entry.key import Key
 from sglang_evicpress.tiers.ssd.folder import Folder, StoreError
 from sglang_evicpress.tiers.ssd.health import DiskHealth
@@ -81,6 +81,7 @@ class SsdStore:
         self._lock = threading.Condition(threading.Lock())  # of the bookkeeping: never held while a file is used
         self._appending = threading.Lock()
         self._reclaiming = threading.Lock()
+        self._being_reclaimed: set[int] = set()  # whose garbage is given back now
         self._num_writing = 0
         self._is_closed = False
         self._stop = threading.Event()
@@ -153,7 +154,8 @@ class SsdStore:
     def garbage_bytes(self) -> int:
         """Bytes of garbage payloads, which are not found any more and which ``reclaim`` gives back."""
         with self._lock:
-            return sum(self._space.segments[number].garbage for number in self._space.reclaimable)
+            numbers = (self._space.reclaimable | self._being_reclaimed) & self._space.segments.keys()
+            return sum(self._space.segments[number].garbage for number in numbers)
 
     def remove(self, ref: Ref, *, is_lazy: bool = False) -> None:
         """Forget an entry, on disk as well; ``reclaim`` gives its space back. Nothing happens if it is gone. A lazy
@@ -260,11 +262,14 @@ class SsdStore:
                 return 0
             with self._lock:
                 numbers = sorted(self._space.reclaimable)
+                self._being_reclaimed = set(numbers)
                 self._space.reclaimable.clear()
             num_bytes = 0
             for number in numbers:
                 with self._pulse.beat():
                     num_bytes += self._reclaim(number)
+                with self._lock:
+                    self._being_reclaimed.discard(number)
             return num_bytes
 
     def sync(self) -> None:
@@ -406,14 +411,15 @@ class SsdStore:
     def _fail(self, ref: Ref, error: OSError | BadEntry) -> NoReturn:
         """Count and forget an entry that cannot be read, unless it was removed while it was read."""
         reason = error.reason if isinstance(error, BadEntry) else reason_of(error)
+        is_short = isinstance(error, OSError) and error.errno in _SHORTAGES
         with self._lock:
             if ref not in self._index:
                 raise BadEntry("missing", "it was removed while it was read") from error
             self._health.count(reason)
-        if not isinstance(error, OSError) or error.errno not in _SHORTAGES:
+        if not is_short:
             logger.warning("an entry on SSD was dropped: %s", error)
             self.remove(ref)
-        raise BadEntry(reason, str(error)) from error
+        raise BadEntry(SHORTAGE if is_short else reason, str(error)) from error
 
     def _sync_in_background(self) -> None:
         while not self._stop.wait(_SYNC_PERIOD_S):

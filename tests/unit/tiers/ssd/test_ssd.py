@@ -502,6 +502,38 @@ def test_other_format_is_not_served(open_store: Callable[..., SsdStore], tmp_pat
     assert store.num_entries == 1 and store.errors == {"version": 1}
 
 
+def test_a_folder_of_another_format_is_left_to_who_knows_it(
+    open_store: Callable[..., SsdStore], tmp_path: Path
+) -> None:
+    store = open_store()
+    header, payload = make_entry(1)
+    put(store, header, payload)
+    store.close()
+    head = tmp_path / "rank-0" / "segment-000001.head"
+    before = head.read_bytes()
+    head.write_bytes(before[:8] + (999).to_bytes(2, "little") + before[10:])
+    store = open_store()
+    assert store.num_entries == 0
+    store.reclaim()
+    store.close()
+    head.write_bytes(before)  # the server that wrote it is back
+    store = open_store()
+    assert fetch(store, store.find(header.lookup_key)[0]) == payload
+
+
+def test_garbage_counts_as_such_until_it_is_given_back(
+    open_store: Callable[..., SsdStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    refs = [put(store, *make_entry(seed, 1000)) for seed in range(8)]
+    for ref in refs[:4]:
+        store.remove(ref)
+    before, punch, seen = store.garbage_bytes, store._disk.punch, list[int]()
+    monkeypatch.setattr(store._disk, "punch", lambda *asked: (seen.append(store.garbage_bytes), punch(*asked)))
+    assert before > 0 and store.reclaim() == before
+    assert seen == [before] and store.garbage_bytes == 0
+
+
 def test_entries_of_another_model_are_not_served_and_go_when_room_is_needed(
     open_store: Callable[..., SsdStore], tmp_path: Path
 ) -> None:
@@ -653,7 +685,7 @@ def test_read_error_is_a_miss(open_store: Callable[..., SsdStore], method: str, 
     with pytest.raises(BadEntry) as caught:
         store.read(ref, header, [memoryview(bytearray(len(payload)))])
     files.code = None
-    assert caught.value.reason == "io" and store.errors == {"io": 1}
+    assert caught.value.reason == ("shortage" if is_kept else "io") and store.errors == {"io": 1}
     assert (ref in store) == is_kept
     assert open_store().num_entries == is_kept
 
