@@ -130,6 +130,9 @@ class _PackedPositions:
         return bool(part[:, first % 8 : first % 8 + last - first].any())
 
 
+MAX_POSITION = 2**31 - 1
+"""Positions are int32."""
+
 _CHANGES: deque[tuple[int, int]] = deque()
 """Of what all layouts hold, noted without a lock: a layout may go at any point."""
 _TOTALS = {"open_bytes": 0, "packed_bytes": 0}
@@ -159,6 +162,7 @@ class SurvivorLayout:
         "__weakref__",
         "_counted",
         "_last_split",
+        "_low",
         "_logical",
         "_packed",
         "_positions",
@@ -176,6 +180,7 @@ class SurvivorLayout:
         self._logical = logical
         self._last_split: tuple[int, weakref.ref[SurvivorLayout], weakref.ref[SurvivorLayout]] | None = None
         self._counted = (0, 0)
+        self._low: int | None = None
         self.num_slots = num_slots
         self._count()
 
@@ -260,8 +265,18 @@ class SurvivorLayout:
         packed = self._packed
         if packed is not None:
             return packed.has_any(begin, end)
+        if end <= self._least():
+            return False
         positions = self.positions
         return bool(((positions >= begin) & (positions < end)).any())
+
+    def _least(self) -> int:
+        """The least position held; only a piece of a split holds any before its node."""
+        if self._low is None:
+            positions = self.positions
+            held = positions[positions >= 0]
+            self._low = int(held.min()) if held.numel() else MAX_POSITION
+        return self._low
 
     def slots_before(self, num_tokens: int) -> int:
         """Number of slots for a request that matches the node's first ``num_tokens`` tokens."""
