@@ -94,8 +94,13 @@ class Case:
         """
         self._server.post(f"/evicpress/nodes/{node.id}/compress", {"form": form})
         after = Node.shown(self._server.get(f"/evicpress/nodes/{node.id}?positions=true&tokens=true"))
-        given = text, node, after, self.page_size, query_end or text.prompt_end
-        for problem in selection_problems(*given, tolerance=self.score_tolerance):
+        given, node_end = (text, node, after, self.page_size), node.start + len(node.token_ids)
+        problems = list(selection_problems(*given, query_end or text.prompt_end, tolerance=self.score_tolerance))
+        if problems and query_end is None and 0 < text.prompt_end - node_end < self.page_size:
+            # Beside others, the tokens behind the last whole page may be a chunk of their own: the node has no queries
+            # of them then.
+            problems = list(selection_problems(*given, node_end, tolerance=self.score_tolerance))
+        for problem in problems:
             self.findings.append(Finding(self.name, (f"{form}: {problem}",)))
         return after
 
