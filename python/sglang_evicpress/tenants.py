@@ -36,8 +36,7 @@ def read_tenants(value: object) -> tuple[Tenant, ...]:
     """Tenants of a file's content. Raises ValueError, one sentence naming the tenant, the value and what is
     accepted."""
     if not isinstance(value, Mapping):
-        kind = type(value).__name__  # salts are secrets: nothing of them is shown
-        raise ValueError(f"tenants is a {kind}: expected an object of tenants, such as {_EXAMPLE}")
+        raise ValueError(f"tenants is {_shown(value)}: expected an object of tenants, such as {_EXAMPLE}")
     tenants = tuple(_tenant(str(name), fields) for name, fields in value.items())
     names: dict[str, str] = {}
     for tenant in tenants:
@@ -50,7 +49,7 @@ def read_tenants(value: object) -> tuple[Tenant, ...]:
 def _tenant(name: str, fields: object) -> Tenant:
     where = f"tenant {name!r:.100}"
     if not isinstance(fields, Mapping):
-        raise ValueError(f"{where} is a {type(fields).__name__}: expected {_KEYS}, as in {_EXAMPLE}")
+        raise ValueError(f"{where} is {_shown(fields)}: expected {_KEYS}, as in {_EXAMPLE}")
     unknown = [key for key in fields if key not in (CACHE_SALT, KV_QUALITY, *LIMITS)]
     if unknown:
         raise ValueError(f"{where} has the unknown key {unknown[0]!r:.100}: expected {_KEYS}")
@@ -65,6 +64,13 @@ def _tenant(name: str, fields: object) -> Tenant:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return Tenant(name, salt, least_quality(fields), limits)
+
+
+def _shown(value: object) -> str:
+    """A value, or its kind alone where it has texts: one may be a salt, which is a secret."""
+    parts = value if isinstance(value, list) else [value]
+    has_no_text = all(part is None or isinstance(part, int | float) for part in parts)
+    return short_repr(value) if has_no_text else f"a {type(value).__name__}"
 
 
 def _limit(where: str, key: str, value: object) -> int:

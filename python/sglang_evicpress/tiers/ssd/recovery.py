@@ -62,7 +62,10 @@ def recover(
     segment.head = _cut(disk, segment, scanned, kv_bytes, errors)
     segment.tombstoned = scanned.end - int(records.record_bytes.sum())
     kv, _ = disk.sizes(number)
-    segment.garbage = max(0, (kv[1] if kv else 0) - segment.live)
+    allocated = kv[1] if kv else 0
+    if has_other_version:  # whose payloads may be anywhere: all counts as theirs until the whole segment goes
+        segment.live += allocated
+    segment.garbage = max(0, allocated - segment.live)
     # A damaged tombstone counts holes as live, and can hide as many garbage bytes.
     segment.has_gaps = bool(segment.garbage or scanned.bad) and not segment.is_foreign
     return segment, records.select(is_own)
