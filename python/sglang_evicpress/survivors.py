@@ -12,6 +12,7 @@ the fullest group but where another has a later survivor, and a split takes from
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -130,9 +131,6 @@ class _PackedPositions:
         return bool(part[:, first % 8 : first % 8 + last - first].any())
 
 
-MAX_POSITION = 2**31 - 1
-"""Positions are int32."""
-
 _CHANGES: deque[tuple[int, int]] = deque()
 """Of what all layouts hold, noted without a lock: a layout may go at any point."""
 _TOTALS = {"open_bytes": 0, "packed_bytes": 0}
@@ -180,7 +178,7 @@ class SurvivorLayout:
         self._logical = logical
         self._last_split: tuple[int, weakref.ref[SurvivorLayout], weakref.ref[SurvivorLayout]] | None = None
         self._counted = (0, 0)
-        self._low: int | None = None
+        self._low: float | None = None
         self.num_slots = num_slots
         self._count()
 
@@ -270,12 +268,12 @@ class SurvivorLayout:
         positions = self.positions
         return bool(((positions >= begin) & (positions < end)).any())
 
-    def _least(self) -> int:
-        """The least position held; only a piece of a split holds any before its node."""
+    def _least(self) -> float:
+        """The least position held, infinity without any; only a piece of a split holds one before its node."""
         if self._low is None:
             positions = self.positions
             held = positions[positions >= 0]
-            self._low = int(held.min()) if held.numel() else MAX_POSITION
+            self._low = int(held.min()) if held.numel() else math.inf
         return self._low
 
     def slots_before(self, num_tokens: int) -> int:
