@@ -118,10 +118,11 @@ def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
     to_rows |= dict.fromkeys(group_codec.SIZES, "i32")
     for codec in BITS:
         layout = layout_of(codec, _WINDOW, _NUM_HEADS * head_dim, dtype.itemsize)
-        keys, values = group_codec.group_constants(layout, dtype)
+        keys, values = group_codec.group_constants(layout, dtype, group_codec.ENCODE_WARPS)
         encoded = to_rows | {"flag": "*i32"}
         yield Launch(f"encode_keys_{codec}", group_codec._encode_keys_kernel, encoded, keys)
         yield Launch(f"encode_values_{codec}", group_codec._encode_values_kernel, encoded, values)
+        keys, values = group_codec.group_constants(layout, dtype, group_codec.DECODE_WARPS)
         yield Launch(f"decode_keys_{codec}", group_codec._decode_keys_kernel, to_rows, keys)
         yield Launch(f"decode_values_{codec}", group_codec._decode_values_kernel, to_rows, values)
     # Words of 16 bits, whichever dtype: the codec's launcher takes bfloat16 alone.

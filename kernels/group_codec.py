@@ -34,9 +34,11 @@ from sglang_evicpress.kernels.stage import stage_table
 _SMALL, _GREAT = tl.constexpr(SMALL), tl.constexpr(GREAT)
 _SMALL_FACTOR, _GREAT_FACTOR = tl.constexpr(SMALL_FACTOR), tl.constexpr(GREAT_FACTOR)
 _ROUNDER = tl.constexpr(2.0**23)  # a float32 from here on has no bits behind the point, and its lowest ones are a code
+_ROUNDER_BITS = tl.constexpr(0x4B000000)
 
 _MOST_GROUP = 256
 _TILE_VALUES = 4096
+ENCODE_WARPS, DECODE_WARPS = 1, 4  # one warp finds the ends of a group in registers and by few shuffles
 # What differs from one entry to the next compiles no kernel anew while a load is waited for.
 SIZES = ["num_slots", "num_coded", "ends_at", "raw_at", "codes_at", "layer_bytes", "begin", "num_rows"]
 
@@ -58,14 +60,8 @@ def _rounded(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _finite_or_least(rows: tl.tensor) -> tl.tensor:
-    # The least value of what holds NaN or Inf is then -Inf.
-    values = _floats(rows)
-    return tl.where(tl.abs(values) < float("inf"), values, -float("inf"))
-
-
-@triton.jit
 def _codes(values: tl.tensor, least: tl.tensor, greatest: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
+    # Of a group that holds NaN or Inf some are far above LEVELS: the bits of NaN are not the rounder's and a code.
     size = tl.maximum(-least, greatest)
     factor = tl.where(size < _SMALL, _SMALL_FACTOR, tl.where(size > _GREAT, _GREAT_FACTOR, 1.0))
     least = least * factor
@@ -73,7 +69,7 @@ def _codes(values: tl.tensor, least: tl.tensor, greatest: tl.tensor, LEVELS: tl.
     reciprocal = tl.div_rn(tl.full(width.shape, 1.0, tl.float32), tl.where(width == 0, 1.0, width))
     scale = tl.where(width == 0, 0.0, reciprocal * LEVELS)
     steps = (values * factor - least) * scale
-    return (steps + _ROUNDER).to(tl.int32, bitcast=True) & LEVELS
+    return (steps + _ROUNDER).to(tl.uint32, bitcast=True) - _ROUNDER_BITS
 
 
 @triton.jit
@@ -120,25 +116,28 @@ def _encode_keys_kernel(
     stored += layer.to(tl.int64) * layer_bytes
     channels = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_channel = channels < NUM_CHANNELS
-    parts = tl.arange(0, PER_BYTE)[:, None, None]
     bytes_of_group = tl.arange(0, PART)
-    tokens = group * GROUP + parts * PART + bytes_of_group[None, :, None]
+    parts = tl.arange(0, PER_BYTE)[None, :, None]  # in the middle: one thread has all parts of a byte
+    tokens = group * GROUP + parts * PART + bytes_of_group[:, None, None]
     mask = (tokens < num_slots) & is_channel[None, None, :]
     slot = tl.load(slots + tokens, mask=tokens < num_slots, other=0).to(tl.int64)
     tile = tl.load(rows + slot * NUM_CHANNELS + channels[None, None, :], mask=mask, other=0.0)
-    values = _finite_or_least(tile)
-    least = tl.min(tl.min(values, 0), 0) + 0.0  # no negative zero
-    tl.store(flag + tl.zeros_like(channels), 1, mask=least == -float("inf"))
+    values = _floats(tile)
     if (group + 1) * GROUP <= num_coded:
-        greatest = tl.max(tl.max(values, 0), 0) + 0.0
+        least = tl.min(tl.min(values, 1), 0) + 0.0  # no negative zero
+        greatest = tl.max(tl.max(values, 1), 0) + 0.0
         ends = _part_pointer(stored, ends_at, DTYPE, ALIGNMENT) + group.to(tl.int64) * NUM_CHANNELS + channels
         tl.store(ends, _rounded(least, DTYPE), mask=is_channel)
         tl.store(ends + num_coded.to(tl.int64) // GROUP * NUM_CHANNELS, _rounded(greatest, DTYPE), mask=is_channel)
         codes = _codes(values, least[None, None, :], greatest[None, None, :], (1 << BITS) - 1)
-        packed = tl.sum(codes << parts * BITS, 0).to(tl.uint8)
+        packed = tl.sum(codes << parts * BITS, 1)
+        tl.store(flag, 1, mask=tl.max(tl.max(packed, 1), 0) > 255)
         place = (group.to(tl.int64) * PART + bytes_of_group[:, None]) * NUM_CHANNELS + channels[None, :]
-        tl.store(_part_pointer(stored, codes_at, tl.uint8, ALIGNMENT) + place, packed, mask=is_channel[None, :])
+        target = _part_pointer(stored, codes_at, tl.uint8, ALIGNMENT) + place
+        tl.store(target, packed.to(tl.uint8), mask=is_channel[None, :])
     else:
+        is_odd = (~(tl.abs(values) < float("inf"))).to(tl.int32)
+        tl.store(flag, 1, mask=tl.max(tl.max(tl.max(is_odd, 2), 1), 0) > 0)
         raw_place = (tokens - num_coded).to(tl.int64) * NUM_CHANNELS + channels[None, None, :]
         tl.store(_part_pointer(stored, raw_at, DTYPE, ALIGNMENT) + raw_place, tile, mask=mask)
 
@@ -180,19 +179,19 @@ def _encode_values_kernel(
     channels = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     ends = _part_pointer(stored, ends_at, DTYPE, ALIGNMENT) + row[:, None] * NUM_GROUPS + groups[None, :]
     raw = _part_pointer(stored, raw_at, DTYPE, ALIGNMENT)
-    packed = tl.zeros((BLOCK_TOKENS, BLOCK_GROUPS, GROUP), tl.int32)
+    packed = tl.zeros((BLOCK_TOKENS, BLOCK_GROUPS, GROUP), tl.uint32)
     for part in tl.static_range(PER_BYTE):
         here = (part * PART_GROUPS * GROUP + channels)[None, :, :]
         tile = tl.load(rows + slot[:, None, None] * NUM_CHANNELS + here, mask=is_inside[:, :, None], other=0.0)
-        values = _finite_or_least(tile)
+        values = _floats(tile)
         least = tl.min(values, 2) + 0.0  # no negative zero
         greatest = tl.max(values, 2) + 0.0
-        tl.store(flag + tl.zeros_like(is_coded).to(tl.int32), 1, mask=least == -float("inf"))
         tl.store(ends + part * PART_GROUPS, _rounded(least, DTYPE), mask=is_coded)
         place = num_coded.to(tl.int64) * NUM_GROUPS + part * PART_GROUPS
         tl.store(ends + place, _rounded(greatest, DTYPE), mask=is_coded)
         tl.store(raw + (row - num_coded)[:, None, None] * NUM_CHANNELS + here, tile, mask=is_raw[:, :, None])
         packed |= _codes(values, least[:, :, None], greatest[:, :, None], (1 << BITS) - 1) << part * BITS
+    tl.store(flag, 1, mask=tl.max(tl.max(tl.max(packed, 2), 1), 0) > 255)
     codes = _part_pointer(stored, codes_at, tl.uint8, ALIGNMENT)
     place = row[:, None, None] * (NUM_CHANNELS // PER_BYTE) + channels[None, :, :]
     tl.store(codes + place, packed.to(tl.uint8), mask=is_coded[:, :, None])
@@ -325,7 +324,7 @@ def encode(
     if not layout.num_slots:
         return
     table = stage_table(k_buffers, v_buffers) if table is None else table
-    keys, values = group_constants(layout, pool.dtype)
+    keys, values = group_constants(layout, pool.dtype, ENCODE_WARPS)
     key_places, value_places = _places(layout)
     given = table, slots.contiguous(), out, flag, layout.num_slots
     _encode_keys_kernel[_keys_grid(pool, keys, 0, layout.num_slots)](*given, *key_places, **keys)
@@ -354,7 +353,7 @@ def decode(
     if not len(slots):
         return
     table = stage_table(k_buffers, v_buffers) if table is None else table
-    keys, values = group_constants(layout, pool.dtype)
+    keys, values = group_constants(layout, pool.dtype, DECODE_WARPS)
     key_places, value_places = _places(layout)
     given = table, slots.contiguous(), stored, begin, len(slots)
     _decode_keys_kernel[_keys_grid(pool, keys, begin, begin + len(slots))](*given, *key_places, **keys)
@@ -398,7 +397,9 @@ def decode_torch(
         v_buffer.index_copy_(0, slots, values)
 
 
-def group_constants(layout: GroupLayout, dtype: torch.dtype) -> tuple[dict[str, object], dict[str, object]]:
+def group_constants(
+    layout: GroupLayout, dtype: torch.dtype, num_warps: int
+) -> tuple[dict[str, object], dict[str, object]]:
     """Launch constants for keys and for values: tiles of about 4,096 values."""
     values_bytes = layout.num_channels * layout.bits // 8
     # However many slots there are, every part of a layer begins at a multiple of it.
@@ -408,10 +409,10 @@ def group_constants(layout: GroupLayout, dtype: torch.dtype) -> tuple[dict[str, 
         "BITS": layout.bits,
         "DTYPE": TRITON_DTYPES[dtype],
         "ALIGNMENT": math.gcd(ACCESS_BYTES, ends_bytes, values_bytes),
-        "num_warps": 4,
+        "num_warps": num_warps,
         "enable_fp_fusion": False,
     }
-    channels = min(_power_of_two(layout.num_channels), _TILE_VALUES // 2 // layout.group)
+    channels = min(_power_of_two(layout.num_channels), _TILE_VALUES // layout.group)
     groups = min(_power_of_two(values_bytes // layout.values_group), max(1, 256 // layout.values_group))
     tokens = max(1, _TILE_VALUES * layout.bits // 8 // (groups * layout.values_group))
     return (

@@ -151,15 +151,15 @@ def _direction_sum_kernel(
     slots += node.to(tl.int64) * num_tokens
     keys = layer_pointer(k_table, layer, DTYPE)
     dims = tl.arange(0, BLOCK_DIM)
-    total = tl.zeros([BLOCK_DIM], tl.float32)
+    total = tl.zeros([BLOCK_TOKENS, BLOCK_DIM], tl.float32)  # added up at the end: a sum over tokens crosses warps
     for start in range(0, CHUNK, BLOCK_TOKENS):
         tokens = chunk * CHUNK + start + tl.arange(0, BLOCK_TOKENS)
         inside = tokens < num_tokens
         key = load_rows(keys, slots, tokens, inside, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM).to(tl.float32)
         norm = tl.maximum(tl.sqrt(tl.sum(key * key, 1)), 1e-12)
-        total += tl.sum(key / norm[:, None], 0)
+        total += key * (1.0 / norm)[:, None]
     row = ((layer * NUM_HEADS + head) * num_nodes + node).to(tl.int64) * tl.num_programs(1) + chunk
-    tl.store(out + row * HEAD_DIM + dims, total, mask=dims < HEAD_DIM)
+    tl.store(out + row * HEAD_DIM + dims, tl.sum(total, 0), mask=dims < HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_nodes"])
