@@ -87,9 +87,10 @@ def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
     yield Launch("key_norm", score._key_norm_kernel, pool | tokens, tile)
     yield Launch("value_key_ratio", score._value_key_ratio_kernel, pool | {"v_table": "*u64"} | tokens, tile)
     chunk: dict[str, object] = {"CHUNK": score.CHUNK_TOKENS}
-    yield Launch("direction_sum", score._direction_sum_kernel, pool | nodes | tokens, tile | chunk)
+    large = tile_constants(_NUM_HEADS, head_dim, dtype, score.DIFFERENCE_TILE)
+    yield Launch("direction_sum", score._direction_sum_kernel, pool | nodes | tokens, large | chunk)
     anchored = pool | nodes | {"anchors": "*fp32"} | tokens
-    yield Launch("key_difference", score._key_difference_kernel, anchored, tile)
+    yield Launch("key_difference", score._key_difference_kernel, anchored, large)
     recent = pool | nodes | {"recent": "*i32", "out": "*fp32", "num_tokens": "i32", "num_recent": "i32"}
     yield Launch("recent_direction", redundancy._recent_direction_kernel, recent, tile)
     yield Launch("redundancy", redundancy._redundancy_kernel, anchored, tile)
@@ -118,11 +119,10 @@ def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
     to_rows |= dict.fromkeys(group_codec.SIZES, "i32")
     for codec in BITS:
         layout = layout_of(codec, _WINDOW, _NUM_HEADS * head_dim, dtype.itemsize)
-        keys, values = group_codec.group_constants(layout, dtype, group_codec.ENCODE_WARPS)
+        keys, values = group_codec.group_constants(layout, dtype)
         encoded = to_rows | {"flag": "*i32"}
         yield Launch(f"encode_keys_{codec}", group_codec._encode_keys_kernel, encoded, keys)
         yield Launch(f"encode_values_{codec}", group_codec._encode_values_kernel, encoded, values)
-        keys, values = group_codec.group_constants(layout, dtype, group_codec.DECODE_WARPS)
         yield Launch(f"decode_keys_{codec}", group_codec._decode_keys_kernel, to_rows, keys)
         yield Launch(f"decode_values_{codec}", group_codec._decode_values_kernel, to_rows, values)
     # Words of 16 bits, whichever dtype: the codec's launcher takes bfloat16 alone.

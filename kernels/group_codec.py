@@ -37,8 +37,7 @@ _ROUNDER = tl.constexpr(2.0**23)  # a float32 from here on has no bits behind th
 _ROUNDER_BITS = tl.constexpr(0x4B000000)
 
 _MOST_GROUP = 256
-_TILE_VALUES = 4096
-ENCODE_WARPS, DECODE_WARPS = 1, 4  # one warp finds the ends of a group in registers and by few shuffles
+_KEYS_TILE, _VALUES_TILE, _ROW_BYTES = 4096, 2048, 512  # values, values, bytes of codes of a row: measured on an H200
 # What differs from one entry to the next compiles no kernel anew while a load is waited for.
 SIZES = ["num_slots", "num_coded", "ends_at", "raw_at", "codes_at", "layer_bytes", "begin", "num_rows"]
 
@@ -324,7 +323,7 @@ def encode(
     if not layout.num_slots:
         return
     table = stage_table(k_buffers, v_buffers) if table is None else table
-    keys, values = group_constants(layout, pool.dtype, ENCODE_WARPS)
+    keys, values = group_constants(layout, pool.dtype)
     key_places, value_places = _places(layout)
     given = table, slots.contiguous(), out, flag, layout.num_slots
     _encode_keys_kernel[_keys_grid(pool, keys, 0, layout.num_slots)](*given, *key_places, **keys)
@@ -353,7 +352,7 @@ def decode(
     if not len(slots):
         return
     table = stage_table(k_buffers, v_buffers) if table is None else table
-    keys, values = group_constants(layout, pool.dtype, DECODE_WARPS)
+    keys, values = group_constants(layout, pool.dtype)
     key_places, value_places = _places(layout)
     given = table, slots.contiguous(), stored, begin, len(slots)
     _decode_keys_kernel[_keys_grid(pool, keys, begin, begin + len(slots))](*given, *key_places, **keys)
@@ -397,10 +396,9 @@ def decode_torch(
         v_buffer.index_copy_(0, slots, values)
 
 
-def group_constants(
-    layout: GroupLayout, dtype: torch.dtype, num_warps: int
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Launch constants for keys and for values: tiles of about 4,096 values."""
+def group_constants(layout: GroupLayout, dtype: torch.dtype) -> tuple[dict[str, object], dict[str, object]]:
+    """Launch constants for keys and for values. One warp to a tile: it finds the ends of groups in its registers and by
+    few shuffles, where more warps would wait for each other."""
     values_bytes = layout.num_channels * layout.bits // 8
     # However many slots there are, every part of a layer begins at a multiple of it.
     ends_bytes = 2 * layout.num_channels // layout.values_group * layout.item_bytes
@@ -409,12 +407,12 @@ def group_constants(
         "BITS": layout.bits,
         "DTYPE": TRITON_DTYPES[dtype],
         "ALIGNMENT": math.gcd(ACCESS_BYTES, ends_bytes, values_bytes),
-        "num_warps": num_warps,
+        "num_warps": 1,
         "enable_fp_fusion": False,
     }
-    channels = min(_power_of_two(layout.num_channels), _TILE_VALUES // layout.group)
-    groups = min(_power_of_two(values_bytes // layout.values_group), max(1, 256 // layout.values_group))
-    tokens = max(1, _TILE_VALUES * layout.bits // 8 // (groups * layout.values_group))
+    channels = min(_power_of_two(layout.num_channels), _KEYS_TILE // layout.group)
+    groups = min(_power_of_two(values_bytes // layout.values_group), max(1, _ROW_BYTES // layout.values_group))
+    tokens = max(1, _VALUES_TILE * layout.bits // 8 // (groups * layout.values_group))
     return (
         {"GROUP": layout.group, "BLOCK_CHANNELS": channels, **both},
         {"GROUP": layout.values_group, "BLOCK_TOKENS": tokens, "BLOCK_GROUPS": groups, **both},

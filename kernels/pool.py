@@ -174,14 +174,16 @@ def block_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def tile_constants(num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, object]:
-    """Launch constants of a kernel that streams tokens of one head: tiles of about 4,096 elements."""
+def tile_constants(
+    num_heads: int, head_dim: int, dtype: torch.dtype, num_elements: int = _TILE_ELEMENTS
+) -> dict[str, object]:
+    """Launch constants of a kernel that streams tokens of one head: tiles of about so many elements."""
     columns = block_dim(head_dim)
     return {
         "NUM_HEADS": num_heads,
         "HEAD_DIM": head_dim,
         "DTYPE": TRITON_DTYPES[dtype],
-        "BLOCK_TOKENS": max(16, _TILE_ELEMENTS // columns),
+        "BLOCK_TOKENS": max(16, num_elements // columns),
         "BLOCK_DIM": columns,
         "num_warps": 4,
     }

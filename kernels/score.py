@@ -28,6 +28,7 @@ from sglang_evicpress.kernels.pool import (
 )
 
 CHUNK_TOKENS = 512  # tokens that one program of the anchor's first pass adds up
+DIFFERENCE_TILE = 8192  # elements of a tile of both passes
 PAGE_TILE_ELEMENTS = 2048
 
 
@@ -212,7 +213,7 @@ def key_difference(k_buffers: Sequence[Tensor], slots: Tensor, *, backend: Backe
     if not n or not num_nodes:
         return out
     table, slots = pointer_table(k_buffers), slots.contiguous()
-    constants = tile_constants(heads, pool.head_dim, pool.dtype)
+    constants = tile_constants(heads, pool.head_dim, pool.dtype, DIFFERENCE_TILE)
     chunks = triton.cdiv(n, CHUNK_TOKENS)
     sums = torch.empty(layers, heads, num_nodes, chunks, pool.head_dim, dtype=torch.float32, device=pool.device)
     grid = (heads, chunks, layers * num_nodes)
