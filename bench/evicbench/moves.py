@@ -20,22 +20,25 @@ def nodes_of(server: Server) -> list[Shown]:
     return found
 
 
-def push_down(server: Server, tier: str, is_chosen: Callable[[Shown], bool] = lambda node: True) -> None:
-    """Move nodes to a lower tier, children first. A node is passed over that is locked, dropped meanwhile, there
-    already, or above whose children are not. Raises ServerError for any other refusal."""
+def push_down(
+    server: Server, tier: str, is_chosen: Callable[[Shown], bool] = lambda node: True, codec: str | None = None
+) -> None:
+    """Move nodes to a lower tier, children first, as a codec stores them. A node is passed over that is locked, dropped
+    meanwhile, there already, or above whose children are not. Raises ServerError for any other refusal."""
     for node in filter(is_chosen, reversed(nodes_of(server))):
         path = f"/evicpress/nodes/{node['id']}/demote"
-        status, said = server.request("POST", path, {"tier": tier, "hold_seconds": 0})
+        body = {"tier": tier, "hold_seconds": 0} | ({} if codec is None else {"codec": codec})
+        status, said = server.request("POST", path, body)
         if status not in (200, 404, 409):
             raise server.error(f"demotion to {tier} answered {status}: {said}")
 
 
-def push_all(server: Server, tier: str) -> list[int]:
+def push_all(server: Server, tier: str, codec: str | None = None) -> list[int]:
     """Put every node on a tier and nowhere above; the ids of those that stay elsewhere."""
     above: list[int] = []
     for _ in range(TRIES):
         wait_until_idle(server)
-        push_down(server, tier)
+        push_down(server, tier, codec=codec)
         wait_until_idle(server)
         above = [node["id"] for node in nodes_of(server) if node["tier"] != tier]
         if not above:

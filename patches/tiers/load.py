@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,11 +94,11 @@ class Load(Job):
         with copier.stream(self._after, is_awaited=False):
             self._begin = copier.event()
             try:
-                for layer in range(len(self._here)):
+                for layers in self._groups():
                     if faults is not None:
                         faults.maybe_delay()
-                    if not self._here[layer].is_set():
-                        self._copy(layer)
+                    if not all(self._here[layer].is_set() for layer in layers):
+                        self._copy(layers)
             finally:
                 self._end = copier.event()  # also after a failure: what was queued until then is still copied
 
@@ -131,6 +131,11 @@ class Load(Job):
     def _last_events(self) -> list[torch.cuda.Event]:
         return [event for event in (self._end, *self._late_events) if event is not None]
 
+    @property
+    def thread_seconds(self) -> float:
+        """Seconds of the CPU that threads took to copy, or to queue copies."""
+        return sum(self._seconds)
+
     def copy_seconds(self) -> float | None:
         """Seconds of the copies themselves, once it has ended: of the device from the first to the last of them, on
         the CPU of the threads' own time. None where that says nothing: it failed, or the device has worked on it in two
@@ -138,7 +143,7 @@ class Load(Job):
         if self.error is not None:
             return None
         if self._begin is None:
-            return sum(self._seconds)
+            return self.thread_seconds
         return None if self.num_late else self._storage.copier.seconds_between(self._begin, self._end)
 
     def join(self) -> None:
@@ -152,22 +157,38 @@ class Load(Job):
         is_given_up = self.num_late > 0 or self.has_run.is_set()
         if not self._here[layer].wait(0.0 if is_given_up else LAYER_DEADLINE_S):
             self.num_late += 1
-            self._late_events.append(self._copy(layer))
+            self._late_events.append(self._copy(range(layer, layer + 1)))
         event = self._events[layer]
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
-    def _copy(self, layer: int) -> torch.cuda.Event | None:
+    def _groups(self) -> Iterator[range]:
+        """Layers to be copied at a time: one, so that the batch can begin, then twice as many as before."""
+        at_once = min((self._at_once(part) for part in self.parts), default=1)
+        first, count = 0, 1
+        while first < len(self._here):
+            layers = range(first, min(first + count, len(self._here)))
+            yield layers
+            first, count = layers.stop, min(2 * count, at_once)
+
+    def _at_once(self, part: Part) -> int:
+        if part.copy.layout is not None and part.copy.layout.filling is not None:
+            return 1  # layers fill other slots
+        rows, codec = part.copy.rows_of(0), part.copy.entry.header.form.codec
+        return self._storage.copier.layers_at_once(len(part.slots), rows.begin, rows.total, codec)
+
+    def _copy(self, layers: range) -> torch.cuda.Event | None:
         """Twice is harmless: the bytes are the same. Returns an event behind it on CUDA."""
-        arena, copier = self._storage.host.arena, self._storage.copier
+        arena, copier, first = self._storage.host.arena, self._storage.copier, layers.start
         begin_s = time.thread_time()
         for part in self.parts:
             entry = part.copy.entry
             header, codec = entry.header, entry.header.form.codec
-            slots, rows = part.slots_of(layer), part.copy.rows_of(layer)
-            copier.load_layer(layer, slots, arena, entry.runs, header.extents[layer], rows.begin, rows.total, codec)
-        self._seconds[layer] = time.thread_time() - begin_s
-        event: torch.cuda.Event | None = copier.finish_layer()
-        self._events[layer] = event
-        self._here[layer].set()
+            slots, rows = part.slots_of(first), part.copy.rows_of(first)
+            copier.load_layers(layers, slots, arena, entry.runs, header.extents, rows.begin, rows.total, codec)
+        self._seconds[first] = time.thread_time() - begin_s
+        event: torch.cuda.Event | None = copier.finish_layers()
+        for layer in layers:
+            self._events[layer] = event
+            self._here[layer].set()
         return event

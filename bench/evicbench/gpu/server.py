@@ -2,7 +2,8 @@
 
 TTFT on a long shared context from GPU, host, SSD and computed anew at several kept fractions; inter-token latency with
 and without holes at the same physical length, beside stock SGLang; what planning a step costs; load back against the
-copy rate; a storm of evictions. Answers of random weights mean nothing: correctness is ``evicbench.gpu.correctness``.
+copy rate; a storm of evictions; codecs below the GPU; many clients beside SGLang's own caches. Answers of random
+weights mean nothing: correctness is ``evicbench.gpu.correctness``.
 """
 
 from __future__ import annotations
@@ -24,58 +25,22 @@ import torch
 
 from evicbench.gpu.figures import Figure, Part, Sample, check, missing
 from evicbench.gpu.machine import Settings, run_phase, settings, time_calls
-from evicbench.gpu.models import LLAMA_8B, QWEN_14B, Model, write_model
-from evicbench.gpu.serving import Launch, Prompts, Server, compress_all
+from evicbench.gpu.models import LLAMA_8B, QWEN_14B, Model
+from evicbench.gpu.serving import Prompts, Server, compress_all
+from evicbench.gpu.subject import KEPT, PRESS, Subject, integrity, subject_of
+from evicbench.gpu.systems import SYSTEMS, measure_system
 from evicbench.gpu.watch import Loaded, Plan, Watch, watched
 from evicbench.moves import nodes_of, push_all, sources, wait_until_idle
 from evicbench.streams import Streamed, stream
 from evicbench.stress import started
-from evicbench.testbed.server import GUESSED, MODEL
+from evicbench.testbed.server import GUESSED
 
-PRESS = "keydiff"
-KEPT = (1.0, 0.5, 0.2)
 TIERS = ("gpu", "host", "ssd")
 MOST_STEP_RATIO = 1.03
 MOST_PLAN_RATIO = 1.05
 MIN_LOAD_SHARE = 0.85
+CODECS = ("int8", "int4", "lossless")
 ROUNDS = {"gpu": 7, "host": 5, "ssd": 3, "computed": 3}
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A model to be served and the sizes it is measured at, in tokens."""
-
-    name: str
-    folder: Path
-    vocabulary: int
-    launch: Launch
-    context: int  # shared by all requests about it
-    question: int
-    answer: int  # tokens of an answer whose steps are timed
-    batch: int
-    batch_rows: int  # physical tokens of the rows of a batch together
-    host_gb: float
-    ssd_gb: float
-    fits_twice: bool  # whether two servers fit the GPU beside each other
-
-    @property
-    def forms(self) -> str:
-        return ",".join(f"{PRESS}@{kept}" for kept in KEPT if kept < 1.0)
-
-    @property
-    def policy(self) -> tuple[str, ...]:
-        return "--kv-policy", "evicpress", "--kv-alpha", "1", "--kv-disable-online-profiling", "--kv-forms", self.forms
-
-
-def subject_of(model: Model, chosen: Settings, made: Path) -> Subject:
-    """Whole sizes on the GPU; on the CPU the testbed's model, at sizes that only show that the script works."""
-    if chosen.device == "cpu":
-        launch = Launch(MODEL, "cpu", dtype="float32", context=4096)
-        return Subject(f"testbed for {model.name}", MODEL, 512, launch, 1200, 8, 24, 4, 1024, 0.2, 1.0, True)
-    folder = write_model(model, made / model.name)
-    launch = Launch(folder, "cuda", graphs=32, is_dummy=True, memory=0.85)
-    vocabulary, is_small = model.config["vocab_size"], model is LLAMA_8B
-    return Subject(model.name, folder, vocabulary, launch, 32768, 32, 128, 32, 131072, 16.0, 40.0, is_small)
 
 
 # ---- TTFT by tier
@@ -88,7 +53,8 @@ def measure_tiers(chosen: Settings, subject: Subject) -> Iterator[Figure]:
     log = chosen.out / f"{subject.folder.name}-tiers.log"
     with tempfile.TemporaryDirectory(prefix="evicpress-ssd-") as ssd, watched() as watch:
         tiers = ("--kv-host-gb", str(subject.host_gb), "--kv-ssd-dir", ssd, "--kv-ssd-gb", str(subject.ssd_gb))
-        with Server(subject.launch, *subject.policy, *tiers, log=log, env=watch.env) as server:
+        forms = ("--kv-forms", ",".join([subject.forms, *(f"exact+{codec}" for codec in codecs_of(chosen))]))
+        with Server(subject.launch, *subject.policy, *forms, *tiers, log=log, env=watch.env) as server:
             yield from _measure_tiers(chosen, subject, server, watch, copy_rate)
 
 
@@ -116,22 +82,40 @@ def _measure_tiers(
             if tier == "host":
                 extra_s = max(1e-9, _median_first(answers) - at_gpu_s)
                 yield _load_figure(subject, kept, watch.loads(since), copy_rate, extra_s, num_slots)
+    yield from _measure_codecs(chosen, subject, server, prompts)
     described = server.get("/evicpress/tiers")
     pinned, errors = bool(described["tiers"]["host"]["is_pinned"]), described["errors"]
     if chosen.device == "cuda":
         yield check(f"{subject.name}: host memory is pinned", pinned, str(pinned), "pinned")
     yield check(f"{subject.name}: errors of the tiers", not errors, json.dumps(errors), "none")
-    yield _integrity(subject, "tiers", server)
+    yield integrity(subject, "tiers", server)
 
 
-def _first_tokens(server: Server, subject: Subject, prompts: Prompts, tier: str, context: list[int]) -> list[Streamed]:
-    """Answers to new questions about a context that is put on the tier before each."""
+def _measure_codecs(chosen: Settings, subject: Subject, server: Server, prompts: Prompts) -> Iterator[Figure]:
+    """Exact KV by the codec that it is stored with below the GPU."""
+    for codec in codecs_of(chosen):
+        server.flush()
+        context = prompts.draw(subject.context)
+        stream(server, context)
+        for tier in TIERS[1:]:
+            answers = _first_tokens(server, subject, prompts, tier, context, codec)
+            yield _ttft_figure(subject, f"stored by {codec}, from {tier}", 1.0, answers)
+
+
+def codecs_of(chosen: Settings) -> tuple[str, ...]:
+    return CODECS[:2] if chosen.device == "cpu" else CODECS  # lossless stores bfloat16
+
+
+def _first_tokens(
+    server: Server, subject: Subject, prompts: Prompts, tier: str, context: list[int], codec: str | None = None
+) -> list[Streamed]:
+    """Answers to new questions about a context that is put on the tier before each, as a codec stores it."""
     answers = []
     for _ in range(ROUNDS[tier]):
         if tier == "computed":
             server.flush()
             context = prompts.draw(subject.context)
-        elif tier != "gpu" and (above := push_all(server, tier)) and len(above) == len(nodes_of(server)):
+        elif tier != "gpu" and (above := push_all(server, tier, codec)) and len(above) == len(nodes_of(server)):
             raise server.error(f"the context could not be put on {tier}: nodes {above[:3]} stay elsewhere")
         answers.append(stream(server, context + prompts.draw(subject.question)))
         if tier != "computed":
@@ -173,6 +157,7 @@ def _load_figure(
         target,
         rates.median >= MIN_LOAD_SHARE * copy_rate,
         f"{rates.median / 1e9:.1f} of {copy_rate / 1e9:.1f} GB/s, {largest / 1e9:.2f} GB a load of {num_slots} slots, "
+        f"{1e3 * statistics.median(load.thread_s for load in loads):.1f} ms of CPU to queue, "
         f"layer by layer while the batch computes; the client waits {1e3 * extra_s:.1f} ms longer than for a hit on "
         f"the GPU ({largest / extra_s / 1e9:.1f} GB/s, checksums and staging included)",
         is_timed=True,
@@ -245,7 +230,7 @@ def measure_steps(chosen: Settings, subject: Subject) -> Iterator[Figure]:
                 measure(stepper)
             plans[label] = watch.plans(subject.batch, since)
         plans["stock"] = stock_watch.plans(subject.batch)
-        yield _integrity(subject, "steps", server)
+        yield integrity(subject, "steps", server)
     for batch, length in lengths.items():
         yield from _step_figures(subject, {label: steps[label, batch] for label in ("stock", *LABELS)}, batch, length)
     yield from _plan_figures(subject, plans)
@@ -339,7 +324,7 @@ def measure_storm(chosen: Settings, subject: Subject, seconds: float = 60.0) -> 
                 yield Figure(f"{what}, TTFT", first.median, "ms", spread=first.quartiles, detail=said)
             freed = decisions["dropped"] + sum(decisions["compressed"].values()) + sum(decisions["demoted"].values())
             yield check(f"{what}, the policy had to decide", freed > 0, f"{freed} decisions", "more than 0")
-            yield _integrity(subject, "storm", server)
+            yield integrity(subject, "storm", server)
             wait_until_idle(server)
             server.flush()
             stats = server.get("/evicpress/stats")
@@ -348,11 +333,6 @@ def measure_storm(chosen: Settings, subject: Subject, seconds: float = 60.0) -> 
 
 
 # ---- shared
-
-
-def _integrity(subject: Subject, what: str, server: Server) -> Figure:
-    found = server.post("/evicpress/check")["violations"]
-    return check(f"{subject.name}: integrity after {what}", not found, str(found[:1] or "no violation"), "no violation")
 
 
 def _median_first(answers: Sequence[Streamed]) -> float:
@@ -378,6 +358,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 part("tiers", LLAMA_8B, tiers, measure_tiers),
                 part("steps", LLAMA_8B, steps, measure_steps),
                 part("storm", LLAMA_8B, storm, measure_storm),
+                *(
+                    part(f"clients {name}", LLAMA_8B, (f"many clients, {name}",), partial(measure_system, name=name))
+                    for name in SYSTEMS
+                ),
                 part("tiers", QWEN_14B, tiers, measure_tiers),
                 part("steps", QWEN_14B, steps, measure_steps),
             ]

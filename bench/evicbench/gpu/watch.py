@@ -27,10 +27,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """One load from the host, all layers: bytes, and seconds from the first copy to the end of the last."""
+    """One load from the host, all layers: bytes, seconds from the first copy to the end of the last, and seconds of the
+    CPU that its thread took to queue them."""
 
     num_bytes: int
     seconds: float
+    thread_s: float
 
 
 class Watch(PluginLog):
@@ -113,7 +115,7 @@ def _watch_loads(slot_bytes: int, tell: Tell) -> None:
     finish = Load.finish
 
     def finished(self: Any) -> None:
-        tell(load=(self.num_slots * slot_bytes, self.copy_seconds() or 0.0))
+        tell(load=(self.num_slots * slot_bytes, self.copy_seconds() or 0.0, self.thread_seconds))
         finish(self)
 
     Load.finish = finished  # type: ignore[method-assign]

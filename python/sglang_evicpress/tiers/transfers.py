@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 
-from sglang_evicpress.codec import DoesNotFitError, NotFiniteError
+from sglang_evicpress.codec import DoesNotFitError, NotFiniteError, StoredFormError
 from sglang_evicpress.codec.layout import (
     FLAG_AT,
     GROUP,
@@ -34,7 +34,7 @@ from sglang_evicpress.tiers.entry.header import Extent, extent_of
 from sglang_evicpress.tiers.host.allocator import Run
 from sglang_evicpress.tiers.host.arena import Arena, read_pieces, write_pieces
 
-SCRATCH_BYTES = 64 << 20
+SCRATCH_BYTES = 128 << 20
 """Of the device's memory, for each thread that copies."""
 
 
@@ -305,9 +305,15 @@ class Transfers:
                 launch = partial(self._encode, rows.layers(layer, 1), slots[begin:end], part, flag)
                 yield _Part(part.num_bytes, launch, HEADER.size, pieces, (layer,) if end == layout.num_slots else ())
 
+    def layers_at_once(self, num_slots: int, codec: str = "raw") -> int:
+        """How many layers of so many slots ``load`` and ``decode`` take at a time, at least one."""
+        raw_bytes = 2 * num_slots * self._row_bytes
+        layer_bytes = raw_bytes if codec == "raw" else self._layout_of(codec, num_slots).num_bytes
+        return max(1, (self._half_bytes - HEADER.size) // layer_bytes)
+
     def load(
         self,
-        layer: int,
+        layers: range,
         slots: torch.Tensor,
         arena: Arena,
         runs: Sequence[Run],
@@ -315,25 +321,26 @@ class Transfers:
         begin: int,
         num_slots: int,
     ) -> None:
-        """Queue that rows [begin, begin + len(slots)) of a layer, which lies at ``offset`` in an entry of
-        ``num_slots``, come into ``slots``. The runs must stay until this thread's stream has done it."""
+        """Queue that rows [begin, begin + len(slots)) of layers, which lie one behind the other from ``offset`` on in
+        an entry of ``num_slots``, come into ``slots``: by one launch as many as ``layers_at_once``, or one. The runs
+        must stay until this thread's stream has done it."""
         kernels = self._streams.current()
         scratch = self._scratch_of_thread(kernels)
-        copying = scratch.copying
+        copying, rows, count = scratch.copying, self._pool.layers(layers.start, len(layers)), len(layers)
         for at in range(0, len(slots), self._rows_at_once):
             chosen = slots[at : at + self._rows_at_once]
             half = scratch.next()
-            staged = half.memory[: 2 * len(chosen) * self._row_bytes]
-            pieces = self._pieces(arena, runs, offset, 1, begin + at, begin + at + len(chosen), num_slots)
+            staged = half.memory[: 2 * count * len(chosen) * self._row_bytes]
+            pieces = self._pieces(arena, runs, offset, count, begin + at, begin + at + len(chosen), num_slots)
             copying.wait(half.free)
             copying.run(partial(read_pieces, pieces, staged))
             kernels.wait(copying.event())
-            kernels.run(partial(self._stage, scatter, self._pool.layers(layer, 1), chosen, staged))
+            kernels.run(partial(self._stage, scatter, rows, chosen, staged))
             half.free = kernels.event()
 
     def decode(
         self,
-        into: int | tuple[torch.Tensor, torch.Tensor],
+        into: range | tuple[torch.Tensor, torch.Tensor],
         slots: torch.Tensor,
         arena: Arena,
         runs: Sequence[Run],
@@ -342,29 +349,37 @@ class Transfers:
         num_slots: int,
         codec: str,
     ) -> None:
-        """``load`` of a layer that ``queue_encode`` has saved, into that layer of the pool, or a pair of K and V. The
-        header is read in the arena. Raises StoredFormError unless the bytes are the codec's."""
-        rows = self._pool.layers(into, 1) if isinstance(into, int) else _Rows.of([into[0]], [into[1]])
-        header = b"".join(bytes(chunk) for chunk in arena.buffers(runs, extent.offset, HEADER.size))
-        layout = self._layout_of(codec, num_slots)
-        if isinstance(layout, LosslessLayout):
-            layout.check(header, extent.num_bytes)
-        else:
-            layout = stored_layout(header, extent.num_bytes, layout)
+        """``load`` of what ``queue_encode`` has saved, into these layers of the pool, or a pair of K and V; ``extent``
+        is that of the first layer, and of several all rows are wanted. Headers are read in the arena. Raises
+        StoredFormError unless the bytes are the codec's."""
+        rows = self._pool.layers(into.start, len(into)) if isinstance(into, range) else _Rows.of([into[0]], [into[1]])
+        layout, count = self._stored_layout(arena, runs, extent, num_slots, codec), len(rows.k_buffers)
+        for layer in range(1, count):
+            other = extent._replace(offset=extent.offset + layer * extent.num_bytes)
+            if self._stored_layout(arena, runs, other, num_slots, codec) != layout:
+                raise StoredFormError(f"layer {layer} behind the first of {count} is stored otherwise than it")
         kernels = self._streams.current()
         scratch = self._scratch_of_thread(kernels)
         copying = scratch.copying
-        for at, to in self._ranges(layout, begin, begin + len(slots)):
-            part, spans = layout.part(at, to)
+        for at, to in [(0, num_slots)] if count > 1 else self._ranges(layout, begin, begin + len(slots)):
+            part, spans = (layout, [(HEADER.size, count * extent.num_bytes)]) if count > 1 else layout.part(at, to)
             pieces = [piece for a, b in spans for piece in arena.tensors(runs, extent.offset + a, b - a)]
             first, end = max(begin, at), min(begin + len(slots), to)
             half = scratch.next()
-            staged = half.memory[: part.num_bytes]
+            staged = half.memory[: count * part.num_bytes]
             copying.wait(half.free)
             copying.run(partial(read_pieces, pieces, staged[HEADER.size :]))
             kernels.wait(copying.event())
             kernels.run(partial(self._decode, rows, slots[first - begin : end - begin], part, first - at, staged))
             half.free = kernels.event()
+
+    def _stored_layout(self, arena: Arena, runs: Sequence[Run], extent: Extent, num_slots: int, codec: str) -> Layout:
+        header = b"".join(bytes(chunk) for chunk in arena.buffers(runs, extent.offset, HEADER.size))
+        layout = self._layout_of(codec, num_slots)
+        if isinstance(layout, LosslessLayout):
+            layout.check(header, extent.num_bytes)
+            return layout
+        return stored_layout(header, extent.num_bytes, layout)
 
     def _ranges(self, layout: Layout, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Ranges of whole groups over slots [begin, end), as many as half a scratch holds for sure."""
@@ -395,13 +410,13 @@ class Transfers:
     def _pieces(
         self, arena: Arena, runs: Sequence[Run], offset: int, num_layers: int, begin: int, end: int, num_slots: int
     ) -> list[torch.Tensor]:
-        """The arena's bytes, in order, of rows [begin, end) of layers of which the first is at ``offset``: all rows, or
-        those of one layer."""
+        """The arena's bytes, in order, of rows [begin, end) of layers of which the first is at ``offset``."""
         num_bytes = (end - begin) * self._row_bytes
         if end - begin == num_slots:
             return arena.tensors(runs, offset, 2 * num_layers * num_bytes)
-        keys, values = (offset + row * self._row_bytes for row in (begin, num_slots + begin))
-        return arena.tensors(runs, keys, num_bytes) + arena.tensors(runs, values, num_bytes)
+        at = offset + begin * self._row_bytes
+        halves = range(at, at + 2 * num_layers * num_slots * self._row_bytes, num_slots * self._row_bytes)
+        return [piece for keys_or_values in halves for piece in arena.tensors(runs, keys_or_values, num_bytes)]
 
     def _stage(self, copy: Callable[..., None], rows: _Rows, slots: torch.Tensor, memory: torch.Tensor) -> None:
         """Gather or scatter these layers."""
@@ -419,7 +434,7 @@ class Transfers:
             encode(rows.k_buffers, rows.v_buffers, slots, layout, out, flag, **options)
 
     def _decode(self, rows: _Rows, slots: torch.Tensor, layout: Layout, begin: int, memory: torch.Tensor) -> None:
-        stored, options = memory.view(1, -1), _LaunchOptions(table=rows.table, backend=self._backend)
+        stored, options = memory.view(len(rows.k_buffers), -1), _LaunchOptions(table=rows.table, backend=self._backend)
         if isinstance(layout, LosslessLayout):
             lossless_codec.decode(rows.k_buffers, rows.v_buffers, slots, layout, stored, begin, **options)
         else:

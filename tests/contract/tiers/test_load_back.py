@@ -37,10 +37,13 @@ class Copier:
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
-    def load_layer(self, layer: int, *_: object) -> None:
-        self._log.append(f"copy {layer}")
+    def layers_at_once(self, *_: object) -> int:
+        return 1
 
-    def finish_layer(self) -> Event:
+    def load_layers(self, layers: range, *_: object) -> None:
+        self._log.extend(f"copy {layer}" for layer in layers)
+
+    def finish_layers(self) -> Event:
         return Event(self._log)
 
 

@@ -98,10 +98,11 @@ class Device:
         finally:
             self.current = former
 
-    def load(self, layer: int, slots: torch.Tensor, *_: object) -> None:
+    def load(self, layers: range, slots: torch.Tensor, *_: object) -> None:
         """Queue the work of Transfers.load."""
-        self.current.work(COPY_S)
-        self.log.append(f"{self.current.name} copies {layer} to {int(slots[0])}")
+        for layer in layers:
+            self.current.work(COPY_S)
+            self.log.append(f"{self.current.name} copies {layer} to {int(slots[0])}")
 
 
 class World:
@@ -109,7 +110,9 @@ class World:
         self.device = device = Device(monkeypatch)
         self.log = device.log
         buffers = [torch.zeros(16, 1, 1) for _ in range(LAYERS)]
-        copier = PayloadCopier(buffers, buffers, 1, transfers=SimpleNamespace(load=device.load))  # type: ignore[arg-type]
+        self.at_once = 1
+        transfers: Any = SimpleNamespace(load=device.load, layers_at_once=lambda *_: self.at_once)
+        copier = PayloadCopier(buffers, buffers, 1, transfers=transfers)
         copier._is_cuda = True
         host = SimpleNamespace(faults=None, arena=None, unpin=lambda entry: self.log.append("unpinned"))
         self.submitted: list[Load] = []
@@ -183,6 +186,25 @@ def test_the_second_load_of_a_batch_is_queued_before_the_first_is_done(world: Wo
     assert first.has_ended() and not second.has_ended()
 
 
+def test_the_first_layer_is_queued_alone_and_those_after_it_together(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched, copy = list[range](), world.device.load
+
+    def count(layers: range, *rest: Any) -> None:
+        launched.append(layers)
+        copy(layers, *rest)
+
+    monkeypatch.setattr(world.copier._transfers, "load", count)
+    world.at_once = LAYERS
+    load, gate = world.run(world.load()), world.gate()
+    assert launched == [range(1), range(1, LAYERS)]
+    with gate.launch([load], asks=True):
+        for layer, end_s in enumerate((COPY_S, *[LAYERS * COPY_S] * (LAYERS - 1))):
+            gate.wait_until(layer)
+            assert world.device.forward.end_s == pytest.approx(end_s)
+
+
 def test_a_load_is_over_when_the_device_has_done_it(world: World) -> None:
     load = world.load()
     assert not load.has_ended()
@@ -201,9 +223,9 @@ def test_a_load_that_fails_halfway_is_over_when_what_it_has_queued_is(
 ) -> None:
     load, copy = world.load(), world.device.load
 
-    def fail(layer: int, *rest: Any) -> None:
-        copy(layer, *rest)
-        if layer == 1:
+    def fail(layers: range, *rest: Any) -> None:
+        copy(layers, *rest)
+        if 1 in layers:
             raise RuntimeError("out of memory")
 
     monkeypatch.setattr(world.copier._transfers, "load", fail)
@@ -358,7 +380,7 @@ def test_the_worker_may_come_to_the_end_of_a_layer_that_a_waiter_has_copied(worl
     load.wait_for(0)
     copies_stream = Stream(world.device, "copies")
     with world.device.stream(copies_stream):
-        load._copy(0)
+        load._copy(range(1))
     world.run(load)
     world.device.now_s = 0.5
     assert not load.has_ended()

@@ -431,9 +431,12 @@ class Copier:
 
     num_layers = 1
 
-    def load_layer(self, *_: object) -> None: ...
+    def layers_at_once(self, *_: object) -> int:
+        return 1
 
-    def finish_layer(self) -> None: ...
+    def load_layers(self, *_: object) -> None: ...
+
+    def finish_layers(self) -> None: ...
 
 
 class Loading(World):

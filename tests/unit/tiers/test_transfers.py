@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 
@@ -180,13 +180,22 @@ def test_entries_saved_and_loaded_are_those_of_the_copy_in_place(
             target = target[: num_slots - begin]
             expected[:, :, target.numpy()] = saved[:, :, begin : begin + len(target)]
             device.here = draw.randrange(2)  # whoever waits for a late layer copies it in the stream it computes in
-            for layer in range(num_layers):
-                copier.load_layer(layer, target, arena, runs, extents[layer], begin, num_slots)
+            for layers in groups(draw, num_layers, copier.layers_at_once(len(target), begin, num_slots)):
+                copier.load_layers(layers, target, arena, runs, extents, begin, num_slots)
         device.finish()
         assert np.array_equal(bits(buffers), expected)
         for begin, size in runs:
             others[begin : begin + size] = arena.data[begin : begin + size]
         assert torch.equal(arena.data, others)
+
+
+def groups(draw: random.Random, num_layers: int, at_once: int) -> Iterator[range]:
+    """The layers in order, at most so many together."""
+    first = 0
+    while first < num_layers:
+        layers = range(first, min(num_layers, first + draw.randint(1, at_once)))
+        yield layers
+        first = layers.stop
 
 
 @settings(max_examples=60)
@@ -227,11 +236,14 @@ def test_entries_of_a_codec_are_those_of_the_copy_in_place(
     extents = copier.save(slots, None, arena, runs, codec=codec)
     assert extents == in_place.save(slots, None, same, same_runs, codec=codec)
     assert payload(arena, runs, sum(sizes)) == payload(same, same_runs, sum(sizes))
-    begin = draw.randint(0, num_slots)
-    target = torch.tensor(draw.sample(range(150), draw.randint(0, num_slots - begin)), dtype=torch.int64)
-    for layer in range(num_layers):
+    is_whole = draw.random() < 0.5
+    begin = 0 if is_whole else draw.randint(0, num_slots)
+    count = num_slots if is_whole else draw.randint(0, num_slots - begin)
+    target = torch.tensor(draw.sample(range(150), count), dtype=torch.int64)
+    for layers in groups(draw, num_layers, copier.layers_at_once(count, begin, num_slots, codec)):
         for each, its, its_runs in ((copier, arena, runs), (in_place, same, same_runs)):
-            each.load_layer(layer, target, its, its_runs, extents[layer], begin, num_slots, codec)
+            each.load_layers(layers, target, its, its_runs, extents, begin, num_slots, codec)
+    for layer in range(num_layers):
         read = copier.read_layer(layer, arena, runs, extents[layer], begin, len(target), num_slots, codec)
         device.finish()
         expected = in_place.read_layer(layer, same, same_runs, extents[layer], begin, len(target), num_slots, codec)
@@ -288,7 +300,7 @@ def test_bytes_of_another_codec_are_not_decoded() -> None:
     (extent,) = transfers.queue_encode(torch.arange(70), arena, runs, "int4").finish()
     for codec, num_slots in (("int8", 70), ("int4", 69), ("lossless", 70)):
         with pytest.raises(StoredFormError):
-            transfers.decode(0, torch.arange(3), arena, runs, extent, 0, num_slots, codec)
+            transfers.decode(range(1), torch.arange(3), arena, runs, extent, 0, num_slots, codec)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +388,7 @@ def test_interpreted_kernels_save_and_load_the_same(device: str) -> None:
     target = any_slots(random.Random(2), 9)
     expected[:, :, target.numpy()] = expected[:, :, slots[4:13].numpy()]
     for layer, extent in enumerate(extents):
-        transfers.load(layer, target, arena, runs, extent.offset, 4, 17)
+        transfers.load(range(layer, layer + 1), target, arena, runs, extent.offset, 4, 17)
     streams.finish()
     assert np.array_equal(bits(buffers), expected)
 
@@ -394,7 +406,7 @@ def test_interpreted_kernels_encode_and_decode_the_same(device: str, codec: str)
         arena, runs = arena_of(1 << 17, random.Random(0), is_torn=True)
         extents = transfers.queue_encode(torch.arange(100), arena, runs, codec).finish()
         for layer, extent in enumerate(extents):
-            transfers.decode(layer, torch.arange(60, 140), arena, runs, extent, 10, 100, codec)
+            transfers.decode(range(layer, layer + 1), torch.arange(60, 140), arena, runs, extent, 10, 100, codec)
         streams.finish()
         found.append((extents, bits(buffers)))
     assert found[0][0] == found[1][0] and np.array_equal(found[0][1], found[1][1])
@@ -476,9 +488,9 @@ def test_the_lanes_of_a_cuda_device_lose_nothing(rows_at_once: int) -> None:
         found = torch.cat(arena.tensors(runs, 0, num_bytes)).view(torch.int16)
         assert torch.equal(found, torch.cat(sections).cpu().view(-1))
         with copier.stream(written):
-            for layer, extent in enumerate(extents):
-                copier.load_layer(layer, target, arena, runs, extent, 300, 3000)
-            loaded = copier.finish_layer()
+            for layer in range(len(extents)):
+                copier.load_layers(range(layer, layer + 1), target, arena, runs, extents, 300, 3000)
+            loaded = copier.finish_layers()
         torch.cuda.current_stream().wait_event(loaded)
         for before, after in zip(expected, pool, strict=True):
             for section, buffer in zip(before, after, strict=True):
@@ -507,9 +519,10 @@ def test_a_cuda_device_encodes_and_decodes_as_the_cpu(rows_at_once: int, codec: 
     extents = copier.save(slots.to(device), None, arena, runs, begun, codec)
     assert extents == in_place.save(slots, None, same, same_runs, codec=codec)
     with copier.stream(begun):
-        for layer, extent in enumerate(extents):
-            copier.load_layer(layer, target.to(device), arena, runs, extent, 300, 3000, codec)
-            in_place.load_layer(layer, target, same, same_runs, extent, 300, 3000, codec)
+        for layer in range(len(extents)):
+            layers = range(layer, layer + 1)
+            copier.load_layers(layers, target.to(device), arena, runs, extents, 300, 3000, codec)
+            in_place.load_layers(layers, target, same, same_runs, extents, 300, 3000, codec)
     for expected, found in zip(there, here, strict=True):
         assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, expected, strict=True))
     arena.close()
@@ -544,6 +557,6 @@ def test_layers_that_fill_different_slots_are_saved_and_loaded_as_in_place(codec
     for layer, group in enumerate(group_of):
         for each, its, its_runs in ((copier, arena, runs), (in_place, same, same_runs)):
             own = target[places[group]]
-            each.load_layer(layer, own, its, its_runs, extents[layer], 0, counts[group], codec)
+            each.load_layers(range(layer, layer + 1), own, its, its_runs, extents, 0, counts[group], codec)
     device.finish()
     assert np.array_equal(bits(here), bits(there))

@@ -178,7 +178,40 @@ class PayloadCopier:
         write_pieces(arena.tensors(runs, offset, len(numbers)), numbers)
         return extent_of(offset, arena.buffers(runs, offset, len(numbers)))
 
-    def load_layer(
+    def layers_at_once(self, slots: int, begin: int, num_slots: int, codec: str = "raw") -> int:
+        """How many layers of an entry of ``num_slots`` are best loaded at a time, of each rows [begin, begin + slots):
+        on a device every launch takes time from whoever queues the pass that waits for it."""
+        is_whole = begin == 0 and slots == num_slots
+        if self._transfers is None or not slots or not (codec == "raw" or (self._has_kernels(codec) and is_whole)):
+            return 1
+        return self._transfers.layers_at_once(slots, codec)
+
+    def load_layers(
+        self,
+        layers: range,
+        slots: torch.Tensor,
+        arena: Arena,
+        runs: Sequence[Run],
+        extents: Sequence[Extent],
+        begin: int,
+        num_slots: int,
+        codec: str = "raw",
+    ) -> None:
+        """Put rows [begin, begin + len(slots)) of layers of an entry of ``num_slots`` into ``slots``: of one layer, or
+        of as many as ``layers_at_once``, which all have as many bytes."""
+        if not len(slots):
+            return
+        extent = extents[layers.start]
+        if self._transfers is not None and self._has_kernels(codec):
+            self._transfers.decode(layers, slots, arena, runs, extent, begin, num_slots, codec)
+            return
+        if self._transfers is not None and codec == "raw":
+            self._transfers.load(layers, slots, arena, runs, extent.offset, begin, num_slots)
+            return
+        for layer in layers:
+            self._load_layer(layer, slots, arena, runs, extents[layer], begin, num_slots, codec)
+
+    def _load_layer(
         self,
         layer: int,
         slots: torch.Tensor,
@@ -187,30 +220,21 @@ class PayloadCopier:
         extent: Extent,
         begin: int,
         num_slots: int,
-        codec: str = "raw",
+        codec: str,
     ) -> None:
-        """Put rows [begin, begin + len(slots)) of a layer of an entry of ``num_slots`` into ``slots``."""
-        if not len(slots):
-            return
-        offset = extent.offset
-        if self._transfers is not None and self._has_kernels(codec):
-            self._transfers.decode(layer, slots, arena, runs, extent, begin, num_slots, codec)
-            return
         if codec != "raw":
             decoded = self._decoded(layer, arena, runs, extent, begin, len(slots), num_slots, codec)
             for buffer, rows in zip(self._buffers[layer], decoded, strict=True):
                 buffer.index_copy_(0, slots, rows)
             return
-        if self._transfers is not None:
-            self._transfers.load(layer, slots, arena, runs, offset, begin, num_slots)
-            return
+        offset = extent.offset
         for buffer in self._buffers[layer]:
             row = _row_bytes(buffer)
             rows = _rows(buffer, arena, runs, offset + begin * row, len(slots))
             _words(buffer)[_selector(slots)] = _words(rows)  # three times as fast as index_copy_
             offset += num_slots * row
 
-    def finish_layer(self) -> Any:
+    def finish_layers(self) -> Any:
         """Event for waiters on the device: once it is reached, the layers loaded by this thread are there; an event on
         CUDA, nothing on the CPU."""
         return self.event(is_timed=False)

@@ -76,7 +76,7 @@ def load(
     num_slots: int,
 ) -> None:
     for layer in range(copier.num_layers):
-        copier.load_layer(layer, slots, arena, runs, extents[layer], begin, num_slots)
+        copier.load_layers(range(layer, layer + 1), slots, arena, runs, extents, begin, num_slots)
 
 
 @settings(max_examples=150)
@@ -237,7 +237,7 @@ def test_the_same_on_a_cuda_device(dtype: str) -> None:
     target = torch.randperm(SLOTS)[:9].cuda()
     with copier.stream(written):
         load(copier, target, arena, runs, extents, 4, 17)
-        event = copier.finish_layer()
+        event = copier.finish_layers()
     torch.cuda.current_stream().wait_event(event)
     expected = before.copy()
     expected[:, target.cpu().numpy()] = before[:, slots[4:13].cpu().numpy()]
@@ -275,7 +275,7 @@ def test_what_a_codec_stored_is_loaded_as_it_decodes(is_aside: bool, dtype: str,
         stored = torch.empty(sizes[layer], dtype=torch.uint8)
         coder.encode(keys, values, stored)
         coder.decode(stored, 70, 0, keys, values)
-        copier.load_layer(layer, target, arena, runs, extents[layer], 20, 70, codec)
+        copier.load_layers(range(layer, layer + 1), target, arena, runs, extents, 20, 70, codec)
         pair = copier.read_layer(layer, arena, runs, extents[layer], 20, 33, 70, codec)
         for expected, found, buffers in zip((keys, values), pair, rows, strict=True):
             assert torch.equal(buffers[layer][target].flatten(1), expected[20:53])

@@ -67,8 +67,9 @@ class World:
             rows = copy.rows_of(layer)
             own = slots[copy.layout.filling.of_layer(layer)]
             assert len(own) == rows.num_rows
-            codec, extent = self.header.form.codec, self.header.extents[layer]
-            self.copier.load_layer(layer, own, self.arena, self.runs, extent, rows.begin, rows.total, codec)
+            every, codec = self.header.extents, self.header.form.codec
+            layers = range(layer, layer + 1)
+            self.copier.load_layers(layers, own, self.arena, self.runs, every, rows.begin, rows.total, codec)
 
     def survivors(self) -> torch.Tensor:
         return torch.cat(self.arena.tensors(self.runs, *self.header.extents[-1][:2]))
