@@ -1,4 +1,4 @@
-"""What the server phase serves: a model of random weights, the sizes it is measured at, and that its cache is whole."""
+"""Models of random weights that the server phase serves: sizes they are measured at, and a check of their cache."""
 
 from __future__ import annotations
 

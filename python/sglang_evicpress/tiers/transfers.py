@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypedDict
@@ -361,8 +362,10 @@ class Transfers:
         kernels = self._streams.current()
         scratch = self._scratch_of_thread(kernels)
         copying = scratch.copying
-        for at, to in [(0, num_slots)] if count > 1 else self._ranges(layout, begin, begin + len(slots)):
-            part, spans = (layout, [(HEADER.size, count * extent.num_bytes)]) if count > 1 else layout.part(at, to)
+        num_bytes = count * extent.num_bytes
+        is_whole = len(slots) == num_slots and num_bytes <= self._half_bytes  # one copy instead of six
+        for at, to in [(0, num_slots)] if is_whole else self._ranges(layout, begin, begin + len(slots)):
+            part, spans = (layout, [(HEADER.size, num_bytes)]) if is_whole else layout.part(at, to)
             pieces = [piece for a, b in spans for piece in arena.tensors(runs, extent.offset + a, b - a)]
             first, end = max(begin, at), min(begin + len(slots), to)
             half = scratch.next()
@@ -457,18 +460,18 @@ class CudaStreams:
         self._device = device
 
     def current(self) -> Stream:
-        return _TorchStream(torch.cuda.current_stream(self._device))
+        return _TorchStream(torch.cuda.current_stream(self._device), is_current=True)
 
     def another(self) -> Stream:
         return _TorchStream(torch.cuda.Stream(self._device))
 
 
 class _TorchStream:
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any, *, is_current: bool = False) -> None:
+        self._stream, self._is_current = stream, is_current
 
     def run(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self._stream):
+        with nullcontext() if self._is_current else torch.cuda.stream(self._stream):
             work()
 
     def event(self) -> Event:
