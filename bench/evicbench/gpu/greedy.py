@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -20,17 +20,19 @@ import torch
 from evicbench.correctness import exactness
 from evicbench.correctness.case import Case
 from evicbench.correctness.findings import TOLERANCE, Finding, judged
-from evicbench.correctness.reference import Reference, changed_model, make_peaky_model
+from evicbench.correctness.reference import Reference, Text, changed_model, make_peaky_model
 from evicbench.gpu import native
 from evicbench.gpu.figures import Figure, Part, check
 from evicbench.gpu.machine import Settings
 from evicbench.gpu.serving import Launch, Server
+from evicbench.moves import wait_until_idle
 from evicbench.plugins import path_with, plugin_folder
 from evicbench.testbed.server import MODEL
 
 HALF_TOLERANCE = 0.3  # of a log probability where all is float16; with SGLang's CPU engine the largest was 0.21
 HALF_TIE = 0.1  # two candidates closer than this are one to float16
 MIN_CONTRAST = 5.0  # by so much a wrong cache must be further off than a right one, in float16
+HOLD_S = 600
 HEAD_DIM = 64  # the smallest that FlashInfer has
 
 
@@ -41,6 +43,24 @@ class HalfCase(Case):
     score_tolerance = 2e-2
 
 
+class LoadedCase(Case):
+    """A case whose KV goes down to host RAM before each question, and comes back with it."""
+
+    def ask(
+        self, text: Text, *, cached: int | None = None, suffix: Sequence[int] | None = None, with_controls: bool = False
+    ) -> Text:
+        for node in reversed(self.path(text.token_ids)):
+            # One that others need, or above whose children are not, stays.
+            body = {"tier": "host", "hold_seconds": HOLD_S}
+            self._server.request("POST", f"/evicpress/nodes/{node.id}/demote", body)
+        wait_until_idle(self._server)
+        return super().ask(text, cached=cached, suffix=suffix, with_controls=with_controls)
+
+
+class LoadedHalfCase(LoadedCase, HalfCase):
+    """Both."""
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """One server of the matrix."""
@@ -49,6 +69,7 @@ class Config:
     backend: str
     graphs: bool
     page_size: int
+    is_loaded: bool = False  # from host RAM, for every question
 
     @property
     def dtype(self) -> str:
@@ -66,21 +87,31 @@ class Config:
 
     def __str__(self) -> str:
         graphs = "with CUDA graphs" if self.graphs else "without CUDA graphs"
-        return f"{self.model} {self.dtype}, {self.backend}, {graphs}, page size {self.page_size}"
+        loaded = ", from host RAM" if self.is_loaded else ""
+        return f"{self.model} {self.dtype}, {self.backend}, {graphs}, page size {self.page_size}{loaded}"
+
+    @property
+    def case(self) -> type[Case]:
+        if self.is_loaded:
+            return LoadedHalfCase if self.is_half else LoadedCase
+        return HalfCase if self.is_half else Case
 
 
 def configs(device: str) -> list[Config]:
     """Every backend with and without graphs and at both page sizes on the testbed's model, then the peaky one, which
     hangs on every survivor: once in float32, whose controls the testbed's model shows too, and in every pair in
-    float16, whose wide tolerances only these controls give a meaning."""
+    float16, whose wide tolerances only these controls give a meaning. With graphs also from host RAM: attention waits
+    for its layer between the pieces of a prefill's graph."""
     if device == "cpu":
-        return [Config("testbed", "torch_native", False, 16)]
+        return [Config("testbed", "torch_native", False, 16, is_loaded) for is_loaded in (False, True)]
     backends = ["triton", "flashinfer"]
     if _has_flash_ops():
         backends.append("fa3")
     pairs = list(product((True, False), (1, 16)))
     every = [Config(model, b, *pair) for model in ("testbed", "peaky") for b in backends for pair in pairs]
-    return [each for each in every if each.model == "testbed" or each.is_half or (each.graphs and each.page_size == 16)]
+    in_graphs = [each for each in every if each.graphs and each.page_size == 16]
+    chosen = [each for each in every if each.model == "testbed" or each.is_half or each in in_graphs]
+    return chosen + [replace(each, is_loaded=True) for each in in_graphs]
 
 
 def _has_flash_ops() -> bool:
@@ -123,16 +154,23 @@ def measure_config(chosen: Settings, config: Config) -> Iterator[Figure]:
         graphs = 16 if config.graphs else 0
         given = {"backend": config.backend, "dtype": config.dtype, "graphs": graphs, "page_size": config.page_size}
         launch = Launch(model, chosen.device, memory=0.3, context=4096, **given)
-        log = chosen.out / f"greedy-{config.model}-{config.backend}-{int(config.graphs)}-{config.page_size}.log"
-        arguments = exactness.server_arguments(config.page_size)
+        which = f"{config.model}-{config.backend}-{int(config.graphs)}-{config.page_size}"
+        log = chosen.out / f"greedy-{which}{'-loaded' if config.is_loaded else ''}.log"
+        tiers = ("--kv-host-gb", "1") if config.is_loaded else ()
+        arguments = (*exactness.server_arguments(config.page_size), *tiers)
         torch.manual_seed(chosen.seed)
         env = {} if config.is_half else {native.SWITCH: "1", "PYTHONPATH": path_with(plugin)}
         with Server(launch, *arguments, log=log, env=env) as server:
             reference = Reference(model)
-            kind = HalfCase if config.is_half else Case
-            findings = exactness.run_jobs(server, reference, config.page_size, jobs(chosen.tiny), kind)
+            findings = exactness.run_jobs(server, reference, config.page_size, jobs(chosen.tiny), config.case)
+            served = server.get("/evicpress/stats")["served"]
             violations = server.post("/evicpress/check")["violations"]
         yield from verdicts(config, findings, violations)
+        if config.is_loaded:
+            tokens = served["tokens"].get("host", {})
+            yield check(
+                f"greedy source: {config}", any(tokens.values()), f"tokens by form {json.dumps(tokens)}", "host RAM"
+            )
 
 
 def verdicts(config: Config, findings: list[Finding], violations: list[str]) -> Iterator[Figure]:

@@ -234,6 +234,8 @@ def test_greedy_serves_every_configuration_once() -> None:
     every = configs("cuda")
     assert len(set(every)) == len(every)
     assert [each for each in every if (each.model, each.backend) == ("peaky", "triton")] == [
-        Config("peaky", "triton", True, 16)
+        Config("peaky", "triton", True, 16),
+        Config("peaky", "triton", True, 16, is_loaded=True),
     ]
-    assert sum(each.model == "testbed" and each.backend == "triton" for each in every) == 4
+    of_testbed = [each for each in every if each.model == "testbed" and each.backend == "triton"]
+    assert [each.is_loaded for each in of_testbed] == [False] * 4 + [True]
