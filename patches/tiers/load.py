@@ -163,8 +163,10 @@ class Load(Job):
             torch.cuda.current_stream().wait_event(event)
 
     def _groups(self) -> Iterator[range]:
-        """Layers to be copied at a time: one, so that the batch can begin, then twice as many as before."""
-        at_once = min((self._at_once(part) for part in self.parts), default=1)
+        """Layers to be copied at a time: one, so that the batch can begin, then twice as many as before, up to as many
+        as all parts together may be."""
+        share = sum(1 / self._at_once(part) for part in self.parts if len(part.slots))
+        at_once = max(1, int(1 / share)) if share else len(self._here)
         first, count = 0, 1
         while first < len(self._here):
             layers = range(first, min(first + count, len(self._here)))

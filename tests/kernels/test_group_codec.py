@@ -127,6 +127,24 @@ def test_rows_that_are_not_finite_are_told(seed, device, bad, which, slot, backe
     assert node.encoded(backend)[1] == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning", "ignore:All-NaN:RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_however_many_values_of_a_byte_are_not_finite_it_is_told(seed, device, bits, dtype, backend):
+    for count in range(1, 8 // bits + 1):
+        for bad in (torch.nan, torch.inf):
+            for which in (0, 2):
+                node = Node("two groups and a tail", bits, dtype, device)
+                stride = node.layout.group if which == 0 else node.layout.num_channels
+                codes = [part * stride * bits // 8 + 5 for part in range(count)]  # code i of a group: byte i % part
+                layer = node.pool[which].view(len(node.pool[which]), -1)
+                if which == 0:
+                    layer[node.slots[codes], 9] = bad
+                else:
+                    layer[node.slots[7], codes] = bad
+                assert node.encoded(backend)[1] == 1
+
+
 def test_nothing_but_the_nodes_own_rows_is_judged(seed, device, backend):
     node = Node("a window beyond the last group", 4, torch.float16, device)
     assert all(layer.isnan().any() for layer in node.pool)

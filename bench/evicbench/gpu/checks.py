@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -206,6 +207,17 @@ def _encode(it: Trial) -> Iterator[float]:
         kernels.encode_torch(*rows, layout, expected, flags[1:])
         is_same = torch.equal(out.cpu()[:, HEADER.size :], expected[:, HEADER.size :])
         yield 0.0 if is_same and not here.any() and not flags.any() else float("inf")
+        k, v, slots = copied(rows, it.device)
+        for layer, slot, bad in product((k[0], v[-1]), {0, shape.n - 1}, (float("nan"), float("inf"), -float("inf"))):
+            row = layer[slots[slot], 0]
+            kept = row.clone()
+            row[:] = bad  # a group of nothing else, or a part of one
+            kernels.encode(k, v, slots, layout, out, here.zero_(), backend="triton")
+            row[1:] = kept[1:]
+            of_group = here.clone()
+            kernels.encode(k, v, slots, layout, out, here.zero_(), backend="triton")
+            row[:] = kept
+            yield 0.0 if of_group.any() and here.any() else float("inf")
 
 
 def _decode(it: Trial) -> Iterator[float]:

@@ -52,7 +52,9 @@ class LoadedCase(Case):
         for node in reversed(self.path(text.token_ids)):
             # One that others need, or above whose children are not, stays.
             body = {"tier": "host", "hold_seconds": HOLD_S}
-            self._server.request("POST", f"/evicpress/nodes/{node.id}/demote", body)
+            status, said = self._server.request("POST", f"/evicpress/nodes/{node.id}/demote", body)
+            if status not in (200, 404, 409):
+                raise self._server.error(f"demotion to host answered {status}: {said}")
         wait_until_idle(self._server)
         return super().ask(text, cached=cached, suffix=suffix, with_controls=with_controls)
 

@@ -354,16 +354,19 @@ class Transfers:
         is that of the first layer, and of several all rows are wanted. Headers are read in the arena. Raises
         StoredFormError unless the bytes are the codec's."""
         rows = self._pool.layers(into.start, len(into)) if isinstance(into, range) else _Rows.of([into[0]], [into[1]])
-        layout, count = self._stored_layout(arena, runs, extent, num_slots, codec), len(rows.k_buffers)
-        for layer in range(1, count):
-            other = extent._replace(offset=extent.offset + layer * extent.num_bytes)
-            if self._stored_layout(arena, runs, other, num_slots, codec) != layout:
-                raise StoredFormError(f"layer {layer} behind the first of {count} is stored otherwise than it")
+        count = len(rows.k_buffers)
+        every = range(extent.offset, extent.offset + count * extent.num_bytes, extent.num_bytes)
+        header, *others = (b"".join(map(bytes, arena.buffers(runs, offset, HEADER.size))) for offset in every)
+        layout = self._stored_layout(header, extent.num_bytes, num_slots, codec)
+        if any(other != header for other in others):
+            raise StoredFormError(f"headers of {count} layers differ: expected {header.hex()} of each")
+        num_bytes = count * extent.num_bytes
+        is_whole = len(slots) == num_slots and num_bytes <= self._half_bytes  # one copy instead of six
+        if count > 1 and not is_whole:
+            raise ValueError(f"{count} layers of {len(slots)} slots: expected one, or all {num_slots} of what fits")
         kernels = self._streams.current()
         scratch = self._scratch_of_thread(kernels)
         copying = scratch.copying
-        num_bytes = count * extent.num_bytes
-        is_whole = len(slots) == num_slots and num_bytes <= self._half_bytes  # one copy instead of six
         for at, to in [(0, num_slots)] if is_whole else self._ranges(layout, begin, begin + len(slots)):
             part, spans = (layout, [(HEADER.size, num_bytes)]) if is_whole else layout.part(at, to)
             pieces = [piece for a, b in spans for piece in arena.tensors(runs, extent.offset + a, b - a)]
@@ -376,13 +379,12 @@ class Transfers:
             kernels.run(partial(self._decode, rows, slots[first - begin : end - begin], part, first - at, staged))
             half.free = kernels.event()
 
-    def _stored_layout(self, arena: Arena, runs: Sequence[Run], extent: Extent, num_slots: int, codec: str) -> Layout:
-        header = b"".join(bytes(chunk) for chunk in arena.buffers(runs, extent.offset, HEADER.size))
+    def _stored_layout(self, header: bytes, num_bytes: int, num_slots: int, codec: str) -> Layout:
         layout = self._layout_of(codec, num_slots)
         if isinstance(layout, LosslessLayout):
-            layout.check(header, extent.num_bytes)
+            layout.check(header, num_bytes)
             return layout
-        return stored_layout(header, extent.num_bytes, layout)
+        return stored_layout(header, num_bytes, layout)
 
     def _ranges(self, layout: Layout, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Ranges of whole groups over slots [begin, end), as many as half a scratch holds for sure."""

@@ -110,8 +110,8 @@ class World:
         self.device = device = Device(monkeypatch)
         self.log = device.log
         buffers = [torch.zeros(16, 1, 1) for _ in range(LAYERS)]
-        self.at_once = 1
-        transfers: Any = SimpleNamespace(load=device.load, layers_at_once=lambda *_: self.at_once)
+        self.at_once = lambda num_slots: 1
+        transfers: Any = SimpleNamespace(load=device.load, layers_at_once=lambda count, _: self.at_once(count))
         copier = PayloadCopier(buffers, buffers, 1, transfers=transfers)
         copier._is_cuda = True
         host = SimpleNamespace(faults=None, arena=None, unpin=lambda entry: self.log.append("unpinned"))
@@ -196,13 +196,43 @@ def test_the_first_layer_is_queued_alone_and_those_after_it_together(
         copy(layers, *rest)
 
     monkeypatch.setattr(world.copier._transfers, "load", count)
-    world.at_once = LAYERS
+    world.at_once = lambda num_slots: LAYERS
     load, gate = world.run(world.load()), world.gate()
     assert launched == [range(1), range(1, LAYERS)]
     with gate.launch([load], asks=True):
         for layer, end_s in enumerate((COPY_S, *[LAYERS * COPY_S] * (LAYERS - 1))):
             gate.wait_until(layer)
             assert world.device.forward.end_s == pytest.approx(end_s)
+
+
+def test_all_parts_of_a_load_share_what_goes_at_once(world: World) -> None:
+    """Whoever waits for a layer waits for no more than a scratch holds, however many nodes come."""
+    world.at_once = lambda num_slots: 2 * LAYERS
+    load = world.load(0)
+    load.parts *= 2
+    assert list(load._groups()) == [range(1), range(1, LAYERS)]
+    load.parts *= 3
+    assert list(load._groups()) == [range(layer, layer + 1) for layer in range(LAYERS)]
+    load.parts[1:] = [Part(load.parts[0].copy, torch.empty(0, dtype=torch.int64))]
+    assert list(load._groups()) == [range(1), range(1, LAYERS)]  # a part without slots takes nothing
+
+
+def test_layers_that_fill_other_slots_are_loaded_one_by_one(world: World) -> None:
+    world.at_once = lambda num_slots: LAYERS
+    load = world.load()
+    load.parts[0].copy.layout = SimpleNamespace(filling=object())  # type: ignore[misc]
+    assert list(load._groups()) == [range(layer, layer + 1) for layer in range(LAYERS)]
+
+
+def test_a_waiter_copies_its_layer_of_a_group_alone(world: World) -> None:
+    world.at_once = lambda num_slots: LAYERS
+    load = world.load()
+    load.wait_for(1)
+    assert world.log[-2:] == ["forward copies 1 to 0", "forward waits for forward"]
+    world.run(load)
+    world.device.now_s = 1.0
+    assert load.has_ended() and load.num_late == 1
+    assert [line for line in world.log if line.startswith("copies copies")] == copies(0)
 
 
 def test_a_load_is_over_when_the_device_has_done_it(world: World) -> None:

@@ -405,6 +405,10 @@ def test_interpreted_kernels_encode_and_decode_the_same(device: str, codec: str)
         transfers = Transfers(*buffers, streams, scratch_bytes=4 * 40 * 256, backend=backend)  # type: ignore[arg-type]
         arena, runs = arena_of(1 << 17, random.Random(0), is_torn=True)
         extents = transfers.queue_encode(torch.arange(100), arena, runs, codec).finish()
+        both, every = range(2), torch.randperm(150)[:100]
+        with pytest.raises(ValueError, match="2 layers of 100 slots"):
+            transfers.decode(both, every, arena, runs, extents[0], 0, 100, codec)
+        Transfers(*buffers, streams, backend=backend).decode(both, every, arena, runs, extents[0], 0, 100, codec)  # type: ignore[arg-type]
         for layer, extent in enumerate(extents):
             transfers.decode(range(layer, layer + 1), torch.arange(60, 140), arena, runs, extent, 10, 100, codec)
         streams.finish()
@@ -523,6 +527,13 @@ def test_a_cuda_device_encodes_and_decodes_as_the_cpu(rows_at_once: int, codec: 
             layers = range(layer, layer + 1)
             copier.load_layers(layers, target.to(device), arena, runs, extents, 300, 3000, codec)
             in_place.load_layers(layers, target, same, same_runs, extents, 300, 3000, codec)
+        begin = 0
+        while begin < len(extents):  # all rows, of as many layers as go at once
+            layers = range(begin, min(len(extents), begin + copier.layers_at_once(3000, 0, 3000, codec)))
+            every = slots.flip(0)
+            copier.load_layers(layers, every.to(device), arena, runs, extents, 0, 3000, codec)
+            in_place.load_layers(layers, every, same, same_runs, extents, 0, 3000, codec)
+            begin = layers.stop
     for expected, found in zip(there, here, strict=True):
         assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, expected, strict=True))
     arena.close()
