@@ -134,6 +134,8 @@ UNSUPPORTED_ENVIRONMENT = (
     Unsupported("SGLANG_AITER_KV_CACHE_LAYOUT", _other_than("nhd"), _LAYOUT),
     Unsupported("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", bool, _OTHER_CACHE, until="0.5.18"),
     Unsupported("SGLANG_ENABLE_UNIFIED_RADIX_TREE", bool, _OTHER_CACHE, until="0.5.18"),
+    # it replays how a decode step was planned, with or without holes, for batches that have others
+    Unsupported("SGLANG_ENABLE_METADATA_GLUE_GRAPH", bool, _READS_ROWS, since="0.5.22"),
     Unsupported(
         "SGLANG_RUST_SERVER",
         bool,

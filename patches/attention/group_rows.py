@@ -1,8 +1,10 @@
 """Rows of request slots for groups of layers that keep different numbers of tokens.
 
-SGLang's ``req_to_token`` has a slot wherever any layer keeps a token. A group of layers that keeps fewer has a table of
-its own, whose rows are the slots that it fills, left-justified. They follow SGLang's rows lazily: only a batch with a
-row that differs brings those of its requests up to date. Nothing is allocated unless the menu has layer budgets.
+SGLang's ``req_to_token`` has a slot wherever any layer keeps a token. Each group of layers has a table of its own,
+whose rows are the slots that it fills, left-justified. Which group fills every slot differs from node to node: budgets
+that are searched, entries of an earlier server and what a split leaves have other counts than the menu's. The tables
+follow SGLang's rows lazily: only a batch with a row that differs brings those of its requests up to date. Nothing is
+allocated unless the menu has layer budgets.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class GroupTable:
 
 
 class GroupRows:
-    """The tables of all groups but the one that fills every slot, which reads SGLang's ``main`` rows [rows, context].
+    """The tables of all groups; ``main``: SGLang's rows [rows, context].
 
     Written where ``RequestHoles`` are, on the scheduler thread and its stream; brought up to date where a batch is
     planned, in the stream in which it runs.
@@ -40,7 +42,6 @@ class GroupRows:
         self.tables = [
             GroupTable(group, torch.zeros_like(main), RequestHoles(len(main), main.device))
             for group in range(groups.num_groups)
-            if group != groups.whole
         ]
         self.batch: list[int] = []
         self._main = main

@@ -37,10 +37,10 @@ GRAPH_RUNNERS = (
 
 class LayerGroupBackends:
     """Plans and computes by group of layers. ``main`` is the backend that SGLang made; ``others``, by group, those with
-    rows of their own, None for a group that reads SGLang's rows."""
+    rows of their own."""
 
     def __init__(
-        self, main: AttentionBackend, others: Sequence[AttentionBackend | None], rows: GroupRows, first_layer: int
+        self, main: AttentionBackend, others: Sequence[AttentionBackend], rows: GroupRows, first_layer: int
     ) -> None:
         self._rows, self._others, self._first_layer = rows, list(others), first_layer
         self._is_uneven = False
@@ -60,14 +60,11 @@ class LayerGroupBackends:
         if groups.num_groups == 1:
             return None
         rows = GroupRows(groups, model_runner.req_to_token_pool.req_to_token)
-        others: list[AttentionBackend | None] = [None] * groups.num_groups
         make: Callable[[ModelRunner], AttentionBackend] = type(model_runner.attn_backend)
-        for table in rows.tables:
-            others[table.group] = make(_with_rows(model_runner, table.rows))
+        others = [make(_with_rows(model_runner, table.rows)) for table in rows.tables]
         group_rows.attach(rows)
         megabytes = rows.tables[0].rows.nbytes / 1e6
-        logger.info("evicpress: %d groups of layers, %d of them with %.1f MB of rows", groups.num_groups,
-                    len(rows.tables), megabytes)  # fmt: skip
+        logger.info("evicpress: %d groups of layers, each with %.1f MB of rows", groups.num_groups, megabytes)
         return cls(model_runner.attn_backend, others, rows, pool.start_layer)
 
     def plan(self, forward_batch: ForwardBatch | None, table: RequestHoles) -> None:
@@ -78,13 +75,11 @@ class LayerGroupBackends:
             return
         lens = physical_view(forward_batch, table)
         self._rows.bring_up_to_date((lens.seq_lens if lens.seq_lens_cpu is None else lens.seq_lens_cpu).tolist())
-        for group_table in self._rows.tables:
-            backend = self._others[group_table.group]
-            if backend is not None:
-                backend.init_forward_metadata(physical_view(forward_batch, group_table.holes))
+        for backend, group_table in zip(self._others, self._rows.tables, strict=True):
+            backend.init_forward_metadata(physical_view(forward_batch, group_table.holes))
 
     def _by_group(self, name: str, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        own = [attend if other is None else getattr(other, name) for other in self._others]
+        own = [getattr(other, name) for other in self._others]
         by_layer = [own[group] for group in self._rows.groups.group_of]
 
         def attended(

@@ -19,7 +19,10 @@ from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.tree.types import Request
 from sglang_evicpress.press import QueryWindow, get_press
 
-MAX_HELD_REQUESTS = 64  # a window waits from the prefill of a request until its node is in the tree
+MAX_HELD_REQUESTS = 64
+"""Or those of two passes, if these have more: a window waits from the prefill of a request until its node is in the
+tree, while the next pass is computed already."""
+
 POOL_SHARE = 64  # all windows that nodes keep take at most this part of the pool's bytes
 
 
@@ -139,7 +142,7 @@ class PromptQueries:
             elif len(parts) > 1:
                 part = part.clone()
             self._held[rid] = _Held(part, end)
-        while len(self._held) > MAX_HELD_REQUESTS:
+        while len(self._held) > max(MAX_HELD_REQUESTS, 2 * len(parts)):
             self._held.popitem(last=False)
 
     def window_of(self, rid: str, start: int) -> QueryWindow | None:

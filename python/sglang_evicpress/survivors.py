@@ -272,6 +272,8 @@ class SurvivorLayout:
         """The least position held, infinity without any; only a piece of a split holds one before its node."""
         if self._low is None:
             positions = self.positions
+            if self.filling is None:
+                positions = positions[:, :, :1]  # they rise
             held = positions[positions >= 0]
             self._low = int(held.min()) if held.numel() else math.inf
         return self._low

@@ -27,14 +27,6 @@ class LayerGroups:
         """Layers in each group."""
         return tuple(self.group_of.count(group) for group in range(self.num_groups))
 
-    @property
-    def whole(self) -> int | None:
-        """The group that no other exceeds in any budget, so that it fills every slot of every node; None without."""
-        for group in range(self.num_groups):
-            if all(shares[group] == max(shares) for shares in self.shares.values()):
-                return group
-        return None
-
     def layers_of(self, group: int) -> list[int]:
         return [layer for layer, each in enumerate(self.group_of) if each == group]
 

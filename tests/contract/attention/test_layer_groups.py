@@ -34,7 +34,6 @@ pytestmark = [
 ]
 
 GROUPS = LayerGroups((0, 1, 1, 2), {"b": (4, 2, 1)})
-NO_WHOLE = LayerGroups((0, 1, 2), {"a": (4, 2, 1), "b": (1, 2, 4)})
 
 
 @dataclass(slots=True)
@@ -78,11 +77,10 @@ class Planned:
     def backends(self, make: Callable[[World], Any]) -> tuple[Any, list[Any], LayerGroupBackends]:
         """The backend that SGLang made, those of all groups, and what plans them."""
         main = make(self.world)
-        others: list[Any] = [None] * self.rows.groups.num_groups
-        for table in self.rows.tables:
-            others[table.group] = make(World(table.rows, {}, table.holes, self.world.device))
-        planner = LayerGroupBackends(main, others, self.rows, 0)
-        return main, [main if other is None else other for other in others], planner
+        tables = self.rows.tables
+        assert [table.group for table in tables] == list(range(self.rows.groups.num_groups))
+        others = [make(World(table.rows, {}, table.holes, self.world.device)) for table in tables]
+        return main, others, LayerGroupBackends(main, others, self.rows, 0)
 
     def wanted(self, group: int, *, prefix_only: bool = False) -> list[list[int]]:
         found = [self.slots[group][request.row] for request in self.requests]
@@ -93,20 +91,23 @@ class Planned:
 
 MIXED = (Request(3, 40, 25, 1), Request(7, 9, 0, 1), Request(1, 600, 17, 1))
 SHARED = {3: (list(range(12)), [0, 3, 4, 11], [1, 2]), 1: (list(range(500)), list(range(0, 500, 2)), [499])}
+OTHER_FULLEST = {row: (second, first, third) for row, (first, second, third) in SHARED.items()}
 EXTEND = tuple(Request(each.row, each.prefix, each.holes, new) for each, new in zip(MIXED, (6, 4, 11), strict=True))
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
-@pytest.mark.parametrize("groups", [GROUPS, NO_WHOLE], ids=["one reads all", "none reads all"])
-def test_triton_plans_each_group_over_its_own_slots(mode: ForwardMode, groups: LayerGroups, device: str) -> None:
+@pytest.mark.parametrize("shared", [SHARED, OTHER_FULLEST], ids=["fullest as in the menu", "another is the fullest"])
+def test_triton_plans_each_group_over_its_own_slots(
+    mode: ForwardMode, shared: dict[int, tuple[list[int], ...]], device: str
+) -> None:
+    """Which group fills every slot of a node is the node's own: a budget that is searched, an entry of a server with
+    another budget, or what a split leaves may have another one than the menu."""
     requests = MIXED if mode.is_decode() else EXTEND
-    planned = Planned.of(requests, SHARED, device, groups)
+    planned = Planned.of(requests, shared, device)
     _, backends, planner = planned.backends(triton_backend_over)
     batch = planned.world.batch(requests, mode)
     planner.plan(batch, planned.world.table)
     for group, backend in enumerate(backends):
-        if group == groups.whole:
-            continue  # SGLang plans it
         plan = backend.forward_metadata
         wanted = planned.wanted(group, prefix_only=mode.is_extend())
         assert_ragged(planned.world, plan.kv_indptr, plan.kv_indices, wanted)
@@ -117,7 +118,7 @@ def test_flashinfer_plans_each_group_over_its_own_slots(device: str) -> None:
     planned = Planned.of(MIXED, SHARED, device)
     _, backends, planner = planned.backends(flashinfer_backend_over)
     planner.plan(planned.world.batch(MIXED, ForwardMode.DECODE), planned.world.table)
-    for group in (1, 2):
+    for group in range(3):
         kv_indptr, kv_indices, last_page_lens, *_ = backends[group].decode_wrappers[0].arguments
         assert_ragged(planned.world, kv_indptr, kv_indices, planned.wanted(group))
         assert last_page_lens.tolist() == [1] * len(MIXED)
@@ -141,7 +142,7 @@ def test_flash_attention_plans_each_group_over_its_own_pages(
     planned = Planned.of(requests, shared, device, page_size=16)  # whole pages are whole slots, too
     _, backends, planner = planned.backends(lambda world: flashattention_over(flashattention, world, page_size))
     planner.plan(planned.world.batch(requests, mode), planned.world.table)
-    for group in (1, 2):
+    for group in range(3):
         plan, wanted = backends[group].forward_metadata, planned.wanted(group)
         assert plan.cache_seqlens_int32.tolist() == [len(slots) for slots in wanted]
         assert plan.cu_seqlens_k.tolist() == indptr([len(slots) for slots in wanted])
@@ -165,7 +166,7 @@ def test_steps_follow_one_another(device: str) -> None:
                 slots[request.row] = [*slots[request.row], taken]
         planned.requests = requests
         planner.plan(planned.world.batch(requests, ForwardMode.DECODE), planned.world.table)
-        for group in (1, 2):
+        for group in range(3):
             plan = backends[group].forward_metadata
             assert_ragged(planned.world, plan.kv_indptr, plan.kv_indices, planned.wanted(group))
 

@@ -87,6 +87,14 @@ def test_forgotten_unknown_and_old_requests_have_no_window() -> None:
     assert kept(prompt_queries, "r6") == [0, 1]
 
 
+def test_every_prompt_of_a_large_batch_keeps_its_window_and_so_do_those_of_the_pass_before() -> None:
+    prompt_queries = PromptQueries(WINDOW, LAYERS, 0, 1 << 20)
+    first, second = ([f"{name}{index}" for index in range(MAX_HELD_REQUESTS + 9)] for name in "ab")
+    for rids in (first, second):
+        prefill(prompt_queries, dict.fromkeys(rids, (0, 2)))
+    assert all(prompt_queries.window_of(rid, 0) is not None for rid in first + second)
+
+
 def test_a_decoding_request_in_a_mixed_batch_keeps_the_window_of_its_prompt() -> None:
     prompt_queries = PromptQueries(WINDOW, LAYERS, 0, 1 << 20)
     prefill(prompt_queries, {"a": (0, 9)})

@@ -68,13 +68,6 @@ def test_a_larger_share_never_keeps_less(seed: int) -> None:
             assert share <= other_share or counts[one] >= counts[other] - 1  # rounding up may take one more
 
 
-def test_the_whole_group_is_the_fullest_in_every_budget() -> None:
-    assert PYRAMID.whole == 0
-    assert PAIRS.whole == 1
-    assert LayerGroups((0, 1), {"a": (1, 2), "b": (2, 1)}).whole is None
-    assert NO_BUDGETS.whole == 0
-
-
 def test_a_menu_counts_slots_by_the_fullest_layer_and_lower_bytes_by_all() -> None:
     uneven = menu("snapkv@0.4:found", PAIRS)
     form = uneven.forms[1]
