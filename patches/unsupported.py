@@ -195,6 +195,7 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
                 "has not been shown yet, so leave out one of the two"
             )
     _check_shared_tiers(server_args, config)
+    _check_slot_checks(server_args, config)
     _check_uneven(server_args, config)
     _check_decode(config, server_args.page_size)
     if SCORES[config.decode.score].needs_queries and server_args.tp_size > 1:
@@ -232,6 +233,15 @@ def _check_shared_tiers(server_args: Any, config: EvicPressConfig) -> None:
         raise UnsupportedError(
             f"--kv-ssd-dir {config.ssd_dir} with --tp-size {server_args.tp_size} cannot be combined with LoRA: ranks "
             "hold other parts of an adapter and would not agree on its name, so leave out one of the two"
+        )
+
+
+def _check_slot_checks(server_args: Any, config: EvicPressConfig) -> None:
+    """Refuse what each rank would find by itself, of its own heads."""
+    if config.slot_checks and server_args.tp_size > 1:
+        raise UnsupportedError(
+            f"--kv-slot-checks {config.slot_checks:g} cannot be combined with --tp-size {server_args.tp_size}: what "
+            "one rank finds changed would be a miss there alone, so leave out one of the two"
         )
 
 

@@ -36,6 +36,7 @@ class KnownPrefetches(Protocol):
     """Prefetches of the requests that wait, by ``id()`` of the request."""
 
     by_request: dict[int, Prefetch]
+    is_in_order: bool
 
     def is_passed_over(self, req: Request) -> bool: ...
 
@@ -129,7 +130,8 @@ class Admission:
         self._num_to_run = {key: num_slots for key, num_slots in self._num_to_run.items() if key in known}
         if not known:
             return
-        most = WINDOW if self.is_in_order(scheduler) else len(queue)
+        self.prefetches.is_in_order = self.is_in_order(scheduler)
+        most = WINDOW if self.prefetches.is_in_order else len(queue)
         head, behind = queue[:most], queue[most:]
         passed_over = [req for req in head if self.prefetches.is_passed_over(req)]
         self.slots_ahead = sum(self._num_to_run.get(id(req), 0) for req in passed_over)

@@ -284,6 +284,9 @@ def begin_round(scheduler: HookedScheduler) -> None:
         # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded
         # are locked with no request running, and they are done without one.
         scheduler.running_batch.batch_is_full = False
+    abort = getattr(scheduler, "_abort_on_waiting_timeout", None)
+    if abort is not None:  # before 0.5.22 SGLang looks for requests that waited too long once some are hidden
+        abort()
     _cache.admission.hide_waiting(scheduler)
 
 
@@ -342,7 +345,8 @@ def _around_add_chunked_req(original: Callable[..., object], adder: HookedAdder,
                 if adder.rem_total_tokens >= wanted:
                     break
     result = original(adder, req)
-    if result is not None:
+    # `shortest-prefill-first` of 0.5.23 cuts a chunk to leave some of the share to shorter requests, and to no chunk.
+    if result is not None and getattr(adder, "chunked_req_limit", None) is None:
         adder.rem_chunk_tokens = 0
     return result
 

@@ -80,15 +80,16 @@ class Worth(Protocol):
 
 
 class Prefetches:
-    """``by_request``: by ``id()`` of the request. ``num_ready``: requests at the head of the queue for which nothing is
-    on its way; ``congestion``: how many requests a second of computing delays."""
+    """``by_request``: by ``id()`` of the request, in the order in which they came; ``is_in_order``: they are served in
+    it. ``num_ready``: requests at the head of the queue for which nothing is on its way; ``congestion``: how many
+    requests a second of computing delays."""
 
     def __init__(self, reservations: Held, now_s: Callable[[], float]) -> None:
         self._reservations = reservations
         self._now_s = now_s
         self.by_request: dict[int, Prefetch] = {}
         self.congestion = Congestion()
-        self.num_ready = 0
+        self.num_ready, self.is_in_order = 0, True
 
     def add(self, req: Request) -> tuple[Prefetch, int]:
         """A request has entered the waiting queue, behind so many."""
@@ -126,11 +127,14 @@ class Prefetches:
                 self._reservations.release(self.by_request.pop(key))
 
     def release_from_tail(self, until: Request | None = None) -> Iterator[None]:
-        """Whoever runs needs the room more than those who wait: what these hold is given up, that of the last in turn
-        first, down to the request ``until``; a step for each who held anything."""
+        """Whoever runs needs the room more than those who wait: what these hold is given up, that of the last to come
+        first, down to the request ``until``; a step for each who held anything. Where the queue is not served in the
+        order in which requests came, that of all but ``until``."""
         for prefetch in list(self.by_request.values())[::-1]:
             if prefetch.req is until:
-                return
+                if self.is_in_order:
+                    return
+                continue
             if prefetch.reserved or prefetch.pinned is not None:
                 self._reservations.release(prefetch)
                 yield

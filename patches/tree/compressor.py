@@ -225,9 +225,11 @@ class Compressor:
 
     def recode(self, slots: torch.Tensor, codec: str, survivors: SurvivorLayout | None) -> None:
         """Let the slots [n], or those of them that a layer fills, hold what is decoded of what they hold. Raises
-        NotFiniteError for KV with NaN or Inf."""
-        if not Form(codec=codec).has_lossy_codec:
-            return
+        NotFiniteError for KV with NaN or Inf, and RuntimeError where another rank failed."""
+        if Form(codec=codec).has_lossy_codec:
+            self._by_all(partial(self._recode, slots, codec, survivors))
+
+    def _recode(self, slots: torch.Tensor, codec: str, survivors: SurvivorLayout | None) -> None:
         flag = torch.zeros(1, dtype=torch.int32, device=slots.device)
         filling = None if survivors is None else survivors.filling
         for layer, (k_buffer, v_buffer) in enumerate(zip(self.k_buffers, self.v_buffers, strict=True)):

@@ -183,6 +183,13 @@ def test_a_score_by_geometry_is_refused_without_a_file(server_args: Any, tokens:
     unsupported.check(server_args, EvicPressConfig("evicpress", decode=decode, geometry="/geometry"))
 
 
+def test_slot_checks_are_refused_with_ranks(server_args: Any) -> None:
+    config = EvicPressConfig("evicpress", slot_checks=0.1)
+    unsupported.check(server_args, config)
+    server_args.tp_size = 2
+    _refuse("--kv-slot-checks 0.1 cannot be combined with --tp-size 2", server_args, config)
+
+
 def test_each_flag_is_one_of_sglangs() -> None:
     import argparse
 

@@ -322,6 +322,16 @@ def test_series_are_published_in_a_round_where_there_are_any(cache: FakeCache) -
     assert published == ["round"]
 
 
+def test_who_waited_too_long_is_told_before_any_of_the_queue_is_hidden(cache: FakeCache) -> None:
+    """SGLang before 0.5.22 looks for them while the batch is made."""
+    idle = {"waiting_queue": [], "running_batch": Batch(is_empty=True), "last_batch": None}
+    told: list[list[str]] = []
+    hooks.begin_round(SimpleNamespace(**idle, _abort_on_waiting_timeout=lambda: told.append(list(cache.expected))))
+    (before,) = told
+    assert "background requests are hidden in the round" not in before
+    assert "background requests are hidden in the round" in cache.expected
+
+
 def test_every_step_looks_who_has_left_the_queue(cache: FakeCache) -> None:
     scheduler = SimpleNamespace(waiting_queue=["a"])
     hooks.end_round(scheduler, None)
@@ -508,6 +518,16 @@ def test_a_chunk_that_is_short_for_want_of_room_leaves_none_for_a_second_request
     pool.free = 900
     assert hooks._around_add_chunked_req(PrefillAdder.add_chunked_req, adder, last) is None
     assert adder.rem_chunk_tokens == 412, "its last chunk leaves the rest to others"
+
+
+def test_a_chunk_that_sglang_cut_for_shorter_requests_leaves_them_their_share(cache: FakeCache) -> None:
+    """``shortest-prefill-first`` of 0.5.23."""
+    adder: Any = SimpleNamespace(rem_chunk_tokens=512, rem_total_tokens=9000, chunked_req_limit=48)
+    assert hooks._around_add_chunked_req(lambda adder, req: req, adder, req := Chunked(1000)) is req
+    assert adder.rem_chunk_tokens == 512
+    adder.chunked_req_limit = None
+    hooks._around_add_chunked_req(lambda adder, req: req, adder, req)
+    assert adder.rem_chunk_tokens == 0
 
 
 def test_an_idle_scheduler_does_not_sleep_while_threads_work_for_the_cache(cache: FakeCache) -> None:

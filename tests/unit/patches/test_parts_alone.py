@@ -639,6 +639,17 @@ def test_a_request_is_passed_over_until_what_it_waits_for_was_verified() -> None
     assert len(list(world.prefetches.release_from_tail())) == 1 and not world.reservations.node_ids
 
 
+def test_where_the_queue_is_sorted_anew_an_earlier_request_makes_way_too() -> None:
+    """Else one that came first, and is behind in the queue, would hold what the first in the queue needs for ever."""
+    world, first, last = Waiting(), any_request(), any_request()
+    for request in (first, last):
+        world.prefetcher.begin(request)
+    assert len(list(world.prefetches.release_from_tail(until=last))) == 0
+    world.prefetches.is_in_order = False
+    assert len(list(world.prefetches.release_from_tail(until=last))) == 1
+    assert world.prefetches.by_request[id(last)].reserved or world.prefetches.by_request[id(last)].pinned
+
+
 def test_one_for_which_all_is_ready_is_looked_at_again_once_something_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetching, "RELOOK_S", 0.0)
     monkeypatch.setattr(prefetching, "SETTLED_S", 1000.0)
