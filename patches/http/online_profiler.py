@@ -166,10 +166,7 @@ class OnlineProfiler:
                     self._engine.close_shadow(shadow, adopt=should_adopt)
 
     def _observe(self, shadow: Shadow, job: Json) -> bool:
-        queries = [
-            Query(query["token_ids"], query["answer"], query["is_greedy"], query["predicted"])
-            for query in job["queries"]
-        ]
+        queries = [Query(query["token_ids"], query["answer"], query["predicted"]) for query in job["queries"]]
         qualities = observe(self._engine, shadow, job["token_ids"], queries)
         pairs = [[query.predicted, quality] for query, quality in zip(queries, qualities, strict=True)]
         return bool(self._transport.call("note_observed", {"key": job["key"], "pairs": pairs})["is_drifted"])
@@ -180,22 +177,24 @@ class OnlineProfiler:
         tokens, engine = job["token_ids"], self._engine
         exact = answer(engine, shadow.namespace, tokens, queries, MAX_NEW_TOKENS)
         measured: dict[Form, RunningStats] = {}
+        is_whole = True
         try:
             for form, stats in measure_forms(engine, shadow, tokens, queries, forms, self._scorer, exact):
                 measured[form] = stats
         except (ShadowRefused, ShadowLost):
             if not measured:
                 raise
+            is_whole = False
         if not measured:
             raise EngineError(f"none of {', '.join(job['forms'])} can be made of it")
         asked = query_set([query.tokens for query in queries])
-        self._put(
-            Profile(
-                shadow.key, shadow.num_tokens, measured, self._scorer.name, asked, len(queries), time.time()
-            ).to_json()
-        )
+        profile = Profile(shadow.key, shadow.num_tokens, measured, self._scorer.name, asked, len(queries), time.time())
+        self._put(profile.to_json(), is_whole)
+        if not is_whole:  # users came: the other forms are measured another time
+            self._transport.call("note_failed", {"key": job["key"]})
 
-    def _put(self, profile: Mapping[str, object]) -> None:
-        answered = self._transport.call("put_profile", {"profile": profile, "is_fresh": True})
+    def _put(self, profile: Mapping[str, object], is_whole: bool) -> None:
+        """In place of what was known, or of a part, beside it."""
+        answered = self._transport.call("put_profile", {"profile": profile, "is_fresh": is_whole})
         with suppress(IntrospectionError):  # it was logged; the profile is used all the same
             self._file.keep_now(answered)

@@ -20,6 +20,7 @@ from sglang_evicpress.core import Form
 from sglang_evicpress.introspect.arguments import PAGE_PROFILES, IntrospectionError
 from sglang_evicpress.patches.profiling.profiled_nodes import ProfiledNodes
 from sglang_evicpress.patches.tree.changes import Signal
+from sglang_evicpress.patches.tree.greedy_answers import is_plainly_greedy
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import first_outside, is_lossy, mean_size_of, path_to, start_of, tokens_to
 from sglang_evicpress.patches.tree.node_kv import NodeKV
@@ -297,8 +298,9 @@ class Quality:
             return
         tokens = req.origin_input_ids[:end]
         (key,) = context_keys(self.profile_identity, req.extra_key, tokens, end - BLOCK_TOKENS)
-        is_greedy = req.sampling_params.top_k == 1
-        self.recorder.record(key, tokens, req.extra_key, Query(question, req.output_ids, is_greedy, predicted))
+        self.catalog.touch(key)
+        answer = req.output_ids if is_plainly_greedy(req.sampling_params, req.custom_logit_processor) else ()
+        self.recorder.record(key, tokens, req.extra_key, Query(question, answer, predicted))
         node = req.last_node
         while node is not None and node is not self.tree.root_node and start_of(node) >= end:
             node = node.parent
@@ -328,7 +330,7 @@ class Quality:
         for key, node_id in self._node_of_context.items():
             node = self.tree.nodes.get(node_id)
             weights[key] = 0.0 if node is None else max(node.kv.weight, 1e-300)
-        job = self._watch.next_job(self.recorder, [key for key in weights if self._is_profiled(key)], weights)
+        job = self._watch.next_job(self.recorder, {key for key in weights if self._is_profiled(key)}, weights)
         context = None if job is None else self.recorder.context_of(job.key)
         if job is None or context is None:
             return {}
@@ -340,8 +342,7 @@ class Quality:
             "extra_key": context.namespace,
             "num_lossy_hits": context.num_lossy_hits,
             "queries": [
-                {"token_ids": list(query.tokens), "answer": list(query.answer), "is_greedy": query.is_greedy,
-                 "predicted": query.predicted}
+                {"token_ids": list(query.tokens), "answer": list(query.answer), "predicted": query.predicted}
                 for query in job.queries
             ],
             "forms": [str(form) for form in self.forms[1:]],
@@ -349,10 +350,11 @@ class Quality:
 
     def _is_profiled(self, key: bytes) -> bool:
         """True if every form of the menu was measured, as far as it can be: a profile may be of other presses."""
-        if key not in self.catalog:
-            return False
+        profile = self.catalog.get(key)
+        if profile is None or self._watch.was_profiled(key):
+            return profile is not None
         curves = self.catalog.curves_of(key)
-        return self._watch.was_profiled(key) or all(curves.knows(form) for form in self.forms[1:])
+        return all(curves.knows(form) for form in self.forms[1:])
 
     def note_observed(self, key: bytes, pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
         """Answers about a context were scored under its exact KV: (predicted, observed) qualities."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.patches.tree.greedy_answers import Sampling
 from sglang_evicpress.patches.tree.node_kv import NodeKV, PrefixView
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.quality_target import Share
@@ -40,12 +41,11 @@ class CostTerms(LogicalTime, Protocol):
     costs: CostSnapshot
 
 
-class SamplingParams(Protocol):
+class SamplingParams(Sampling, Protocol):
     """Sampling parameters of a request, as far as we read or cut them."""
 
     max_new_tokens: int
     custom_params: dict[str, object] | None
-    top_k: int
 
 
 class Request(Protocol):
@@ -91,6 +91,7 @@ class ServedRequest(QueuedRequest, Protocol):
 
     multimodal_inputs: object
     input_embeds: object
+    custom_logit_processor: str | None
     evicpress: PrefixView
     evicpress_use: tuple[int, float | None]
     evicpress_prefix_quality: float

@@ -207,14 +207,7 @@ def _likelihood(result: Json, answer: Sequence[int], top: int) -> Likelihood:
     if len(rows) != len(answer) or not all(rows):
         raise EngineError(f"the server named likeliest tokens at {len(rows)} of {len(answer)} positions")
     likeliest = [[_pair(entry)[0] for entry in row] for row in rows]
-    return Likelihood(logprobs, tuple(max(row) for row in likeliest), tuple(_mean_drawn(row) for row in likeliest))
-
-
-def _mean_drawn(logprobs: Sequence[float]) -> float:
-    """The mean log-probability of a token drawn from those of ``logprobs``."""
-    weights = [math.exp(logprob) for logprob in logprobs]
-    total = sum(weights)
-    return sum(weight * logprob for weight, logprob in zip(weights, logprobs, strict=True)) / total if total else 0.0
+    return Likelihood(logprobs, tuple(max(row) for row in likeliest))
 
 
 def _rows(meta: Json, name: str) -> Sequence[Any]:

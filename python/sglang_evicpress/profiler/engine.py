@@ -42,8 +42,7 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class Likelihood:
     """Per token of a given continuation: ``logprobs`` its own log-probability, ``best`` that of the likeliest token
-    there, ``expected`` the mean log-probability of a token drawn there (as far as the likeliest tokens show it)."""
+    there."""
 
     logprobs: tuple[float, ...]
     best: tuple[float, ...] = ()
-    expected: tuple[float, ...] = ()

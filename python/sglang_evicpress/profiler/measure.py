@@ -16,7 +16,7 @@ from sglang_evicpress.quality.profile import Profile, query_set
 from sglang_evicpress.quality.recorder import Query
 from sglang_evicpress.quality.running_stats import RunningStats
 
-NUM_LIKELIEST = 20
+NUM_LIKELIEST = 1
 """Tokens that ``observe`` asks for at each place: what a served answer could have been instead."""
 
 
@@ -134,7 +134,7 @@ def answer(
 
 
 def observe(engine: ServerEngine, shadow: Shadow, tokens: Sequence[int], queries: Sequence[Query]) -> list[float]:
-    """The quality in [0, 1] of each answer that was served, judged by how likely exact KV finds it.
+    """The quality in [0, 1] of each answer that was served, greedily, judged by how likely exact KV finds it.
 
     Raises ValueError for an empty answer, and what ``score`` raises.
     """
@@ -142,10 +142,7 @@ def observe(engine: ServerEngine, shadow: Shadow, tokens: Sequence[int], queries
         raise ValueError("an answer is empty: expected at least one token to judge")
     prompts = [[*tokens, *query.tokens] for query in queries]
     served = engine.score(shadow.namespace, prompts, [query.answer for query in queries], top=NUM_LIKELIEST)
-    return [
-        observed_quality(likelihood, is_greedy=query.is_greedy)
-        for query, likelihood in zip(queries, served, strict=True)
-    ]
+    return [observed_quality(likelihood) for likelihood in served]
 
 
 def qualities_of(

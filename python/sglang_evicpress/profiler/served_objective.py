@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.client import ServerEngine
-from sglang_evicpress.profiler.engine import Answer, EngineError, Shadow, ShadowLost
+from sglang_evicpress.profiler.engine import Answer, EngineError, Shadow, ShadowLost, ShadowRefused
 from sglang_evicpress.profiler.local.objective import TaskScore
 from sglang_evicpress.profiler.measure import Asked, answer, qualities_of
 from sglang_evicpress.profiler.scorers import Scorer
@@ -18,8 +20,10 @@ from sglang_evicpress.search.layer_budgets import Budgets
 BUDGET = "searched"
 """Name of the budget of a candidate's form, whose tokens are given by layer."""
 
-MAX_ATTEMPTS = 3
-"""For one context: its shadow goes when users need the room."""
+MAX_ATTEMPTS, PAUSE_S = 3, 0.5
+"""For one context, and seconds between them: its shadow goes, and what is asked of it ends, when users need room."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +58,14 @@ def prepare_served(
 ) -> Iterator[ServedTask]:
     """Answer the questions of each context over exact KV. Raises EngineError."""
     for tokens, namespace, asked in contexts:
-        with _open(engine, tokens, namespace) as shadow:
-            exact = answer(engine, shadow.namespace, tokens, asked, max_new_tokens)
-        yield ServedTask(tokens, namespace, asked, exact)
+
+        def exact_answers(
+            tokens: Sequence[int] = tokens, namespace: str | None = namespace, asked: Sequence[Asked] = asked
+        ) -> list[Answer]:
+            with _open(engine, tokens, namespace) as shadow:
+                return answer(engine, shadow.namespace, tokens, asked, max_new_tokens)
+
+        yield ServedTask(tokens, namespace, asked, _patiently(exact_answers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +98,7 @@ class ServedObjective:
         return [self._scores(task, budgets) for task in self.tasks]
 
     def _scores(self, task: ServedTask, budgets: Budgets) -> list[float]:
-        for _ in range(MAX_ATTEMPTS - 1):
-            with suppress(ShadowLost):
-                return self._asked_once(task, budgets)
-        return self._asked_once(task, budgets)
+        return _patiently(lambda: self._asked_once(task, budgets))
 
     def _asked_once(self, task: ServedTask, budgets: Budgets) -> list[float]:
         kept = [min(budget, len(task.tokens)) for budget in budgets]
@@ -101,6 +107,15 @@ class ServedObjective:
         with _open(self.engine, task.tokens, task.namespace) as shadow:
             copy = self.engine.make_form(shadow, form, layer_tokens=kept)
             return qualities_of(self.engine, copy, *asked, self.max_new_tokens)
+
+
+def _patiently(ask: Callable[[], T]) -> T:
+    for _ in range(MAX_ATTEMPTS - 1):
+        try:
+            return ask()
+        except (ShadowLost, ShadowRefused):
+            time.sleep(PAUSE_S)
+    return ask()
 
 
 @contextmanager

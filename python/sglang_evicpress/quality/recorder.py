@@ -11,7 +11,8 @@ from sglang_evicpress.tiers.entry.identity import Tokens, token_bytes
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One question behind a context and the answer it was served; neither is shown when this is printed.
+    """One question behind a context and the answer it was served, empty where that is not to be judged; neither is
+    shown when this is printed.
 
     ``predicted`` is the quality that the policy expected of the KV it was served from; None when that was exact.
     ``lossy_hit`` is set by the recorder: which of its context's lossy hits this was, from 1; 0 when it was exact.
@@ -19,7 +20,6 @@ class Query:
 
     tokens: Sequence[int] = field(repr=False)
     answer: Sequence[int] = field(repr=False)
-    is_greedy: bool
     predicted: float | None = None
     lossy_hit: int = 0
 

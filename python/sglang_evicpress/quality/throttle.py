@@ -7,11 +7,11 @@ class Throttle:
     """Lets profiling touch at most ``per_step`` of the steps in which users' requests decode.
 
     Every such step earns ``per_step``, up to a credit of 1; one that profiling took part in costs 1. With users running
-    profiling begins something only on a full credit, at most ``max_step_tokens`` tokens of it in one batch. What it
-    generates then decodes along with users, and more of it may join from step to step, until ``max_debt`` steps are
-    owed. Users always decode between two batches of profiling's own. What began when no user ran is to be interrupted
-    when one comes: see ``may_go_on``. Of n steps of users at most ``per_step * n + max_debt + 1`` are touched. Raises
-    ValueError for figures out of range.
+    profiling begins something only on a full credit, and in one batch no request behind the first ``max_step_tokens``
+    tokens: a request is not parted, so that the last one may bring more. What it generates then decodes along with
+    users, and more of it may join from step to step, until ``max_debt`` steps are owed. Users always decode between two
+    batches of profiling's own. What began when no user ran is to be interrupted when one comes: see ``may_go_on``. Of n
+    steps of users at most ``per_step * n + max_debt + 1`` are touched. Raises ValueError for figures out of range.
     """
 
     def __init__(self, per_step: float = 1 / 128, max_step_tokens: int = 256, max_debt: int = 80) -> None:

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_params import SamplingParams
 from tests.contract.releases import NO_BATCH, HasKV, checkpoint, end_request, lock, matched_slots, unlock
 
 from sglang_evicpress.config import EvicPressConfig
@@ -86,11 +87,13 @@ class Request(HasKV):
     lora_id: str | None = None
     to_finish: object = None
     multimodal_inputs: object = None
+    custom_logit_processor: str | None = None
     input_embeds: object = None
     customized_info: dict[str, list[object]] | None = None
     is_exact: bool = False
     quality: float | None = None
     retention: float | None = None
+    top_k: int = 1
     filled: int = 0
     frozen_view: list[set[tuple[int, int]]] = field(default_factory=list)
 
@@ -107,11 +110,11 @@ class Request(HasKV):
         return array("q", self.tokens)
 
     @property
-    def sampling_params(self) -> SimpleNamespace:
+    def sampling_params(self) -> SamplingParams:
         asked = "exact" if self.is_exact else self.quality
         fields = {"kv_quality": asked, "kv_retention_seconds": self.retention}
         params = {name: value for name, value in fields.items() if value is not None} or None
-        return SimpleNamespace(top_k=1, max_new_tokens=9, custom_params=params)
+        return SamplingParams(top_k=self.top_k, max_new_tokens=9, custom_params=params)
 
     def finished(self) -> bool:
         return self.kv_committed_freed

@@ -79,10 +79,11 @@ class ProfiledWalk(ShadowWalk):
         lora_id: str | None = None,
         quality: float | None = None,
         retention: float | None = None,
+        top_k: int = 1,
     ) -> Request:
         """A user's request from its arrival to its end; ``quality`` and ``retention`` are what it asks for."""
         request = self.enqueue(namespace, tokens)
-        request.lora_id, request.quality, request.retention = lora_id, quality, retention
+        request.lora_id, request.quality, request.retention, request.top_k = lora_id, quality, retention, top_k
         self.prefill(request)
         for token in answer:
             self.generate(request, token)
@@ -384,6 +385,14 @@ def test_what_users_ask_about_a_shared_prefix_is_recorded(page_size: int) -> Non
         walk.cache.quality.counts["recorded"] == 3
         and walk.cache.inspector.list_profiles()["num_recorded_contexts"] == 2
     )
+
+
+def test_a_drawn_answer_is_recorded_without_what_was_drawn(walk: ProfiledWalk) -> None:
+    """It tells what is asked, and nothing of the KV: a drawn token is less likely than the best under exact KV too."""
+    tokens = walk.random_tokens(256)
+    for question, top_k in ((51, 1), (52, 40), (53, 1)):
+        walk.answer([*tokens, question], 7, 8, top_k=top_k)
+    assert asked(walk, tokens) == [([52], []), ([53], [7, 8])]
 
 
 def test_what_is_not_recorded(walk: ProfiledWalk) -> None:

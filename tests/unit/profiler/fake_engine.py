@@ -111,8 +111,7 @@ class FakeEngine:
             if not top:
                 likelihoods.append(Likelihood(logprobs))
                 continue
-            expected = BEST_LOGPROB + math.log(0.5)
-            likelihoods.append(Likelihood(logprobs, (BEST_LOGPROB,) * len(answer), (expected,) * len(answer)))
+            likelihoods.append(Likelihood(logprobs, (BEST_LOGPROB,) * len(answer)))
         return likelihoods
 
     def _quality(self, shadow: Shadow, form: Form | None, prompt: Sequence[int]) -> float:

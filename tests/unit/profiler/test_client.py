@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -85,7 +84,7 @@ def test_a_given_answer_is_scored_behind_its_prompt_in_one_request(server: FakeS
     prompts, answers = [[*CONTEXT, 97], [*CONTEXT, 98, 99]], [[1, 2, 3], [4]]
     scored = engine.score(lossy, prompts, answers)
     assert [seen.logprobs for seen in scored] == [(logprob_of(KEYDIFF),) * 3, (logprob_of(KEYDIFF),)]
-    assert all(seen.best == () and seen.expected == () for seen in scored)
+    assert all(seen.best == () for seen in scored)
     (body,) = server.posted("/generate")
     assert body["input_ids"] == [[*CONTEXT, 97, 1, 2, 3], [*CONTEXT, 98, 99, 4]]
     assert body["logprob_start_len"] == [640, 641]
@@ -93,14 +92,11 @@ def test_a_given_answer_is_scored_behind_its_prompt_in_one_request(server: FakeS
     assert "top_logprobs_num" not in body
 
 
-def test_the_likeliest_tokens_give_best_and_expected(server: FakeServer) -> None:
+def test_the_likeliest_tokens_give_the_best(server: FakeServer) -> None:
     engine = engine_of(server)
     shadow = engine.open_shadow(CONTEXT, None)
     (scored,) = engine.score(shadow.namespace, [[*CONTEXT, 97]], [[5, 6]], top=2)
-    likely, rare = math.exp(-0.1), 0.01
-    expected = (likely * -0.1 + rare * math.log(rare)) / (likely + rare)
     assert scored.best == (-0.1, -0.1)
-    assert scored.expected == pytest.approx((expected, expected))
     assert server.posted("/generate")[0]["top_logprobs_num"] == 2
 
 

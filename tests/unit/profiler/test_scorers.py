@@ -99,17 +99,14 @@ def test_logprob_refuses_what_is_no_likelihood_of_the_answer(logprobs: tuple[flo
         get_scorer("logprob").score(answer("", -1.0, -1.0), None, Likelihood(logprobs), None)
 
 
-def test_observed_quality_compares_a_greedy_answer_with_the_best_and_a_sampled_one_with_the_expected() -> None:
-    served = Likelihood((-2.0, -0.5), best=(-0.5, -0.5), expected=(-1.5, -1.5))
-    assert observed_quality(served, is_greedy=True) == pytest.approx(math.exp(-0.75))
-    assert observed_quality(served, is_greedy=False) == 1.0  # likelier than a drawn answer is on average
-    assert observed_quality(Likelihood(()), is_greedy=True) == 1.0
+def test_observed_quality_compares_a_greedy_answer_with_the_best() -> None:
+    assert observed_quality(Likelihood((-2.0, -0.5), best=(-0.5, -0.5))) == pytest.approx(math.exp(-0.75))
+    assert observed_quality(Likelihood(())) == 1.0
 
 
-@pytest.mark.parametrize(("is_greedy", "name"), [(True, "best"), (False, "expected")])
-def test_observed_quality_refuses_a_likelihood_that_lacks_what_it_compares(is_greedy: bool, name: str) -> None:
-    with pytest.raises(ValueError, match=f"has 0 of {name}: expected one for each of 2"):
-        observed_quality(Likelihood((-1.0, -1.0)), is_greedy=is_greedy)
+def test_observed_quality_refuses_a_likelihood_without_the_best() -> None:
+    with pytest.raises(ValueError, match="has 0 of best: expected one for each of 2"):
+        observed_quality(Likelihood((-1.0, -1.0)))
 
 
 # f1, exact, rouge-l

@@ -28,7 +28,7 @@ class Traffic(Recorder):
         for _ in range(num_times):
             self.num_asked = getattr(self, "num_asked", 1000) + 1
             token = self.num_asked if question is None else question
-            self.record(key, [1, 2, 3], None, Query((token,), (5, 6), True, predicted))
+            self.record(key, [1, 2, 3], None, Query((token,), (5, 6), predicted))
 
     def newest(self, key: bytes) -> int:
         return self.queries_of(key)[-1].tokens[0]
@@ -80,7 +80,7 @@ def test_what_is_observed_are_the_newest_lossy_hits_not_yet_looked_at() -> None:
 
 def test_an_answer_that_was_not_kept_cannot_be_observed() -> None:
     drift_monitor, recorder = DriftMonitor(), Recorder()
-    recorder.record(ONE, [1], None, Query((4,), (), True, 0.9))
+    recorder.record(ONE, [1], None, Query((4,), (), 0.9))
     assert drift_monitor.is_due(ONE, 1)
     assert drift_monitor.next_job(recorder, ALL, HERE) is None
 

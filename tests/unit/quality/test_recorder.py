@@ -13,7 +13,7 @@ ONE, TWO = b"one", b"two"
 
 
 def query(*tokens: int, answer: tuple[int, ...] = (9,), predicted: float | None = None) -> Query:
-    return Query(tokens, answer, True, predicted)
+    return Query(tokens, answer, predicted)
 
 
 def asked(recorder: Recorder, key: bytes) -> list[tuple[int, ...]]:

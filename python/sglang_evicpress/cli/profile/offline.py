@@ -29,7 +29,7 @@ _FIELDS = {each.name for each in fields(Profile)}
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Result of one context: a ``profile``, which the server has now (``was_there``: had before), or ``error``,
-    for which it failed, or was left out when ``is_skipped``."""
+    for which it failed, or was left out when ``is_skipped``; both where it was measured in part."""
 
     id: str
     profile: Profile | None = None
@@ -89,6 +89,13 @@ class Run:
         missing = [form for form in self.makeable if known is None or form not in known.forms]
         if known is not None and not missing:
             return Outcome(context.id, known, was_there=True)
+        num_asked = 0
+
+        def step() -> None:
+            nonlocal num_asked
+            num_asked += 1
+            on_progress()
+
         try:
             profile = profile_context(
                 engine,
@@ -98,7 +105,7 @@ class Run:
                 missing,
                 self.scorer,
                 max_new_tokens=self.max_new_tokens,
-                on_progress=on_progress,
+                on_progress=step,
             )
         except NothingMade:
             if known is None:
@@ -106,7 +113,9 @@ class Run:
             return Outcome(context.id, known, was_there=True)
         profile = replace(profile, query_set=asked_set(queries, self.scorer, self.max_new_tokens))
         self.transport.ask("POST", PROFILES, {"profile": profile.to_json(), "is_fresh": True})
-        return Outcome(context.id, profile.completed(known))  # as the server does
+        num_left = len(missing) - num_asked
+        error = f"users needed the room, {num_left} of {len(missing)} forms are left: --resume goes on"
+        return Outcome(context.id, profile.completed(known), error=error if num_left else "")  # as the server does
 
     def _known(self, tokens: Sequence[int], namespace: str | None, queries: Sequence[Asked]) -> Profile | None:
         """The server's profile if it is of the same queries, asked in the same way, by the same scorer."""

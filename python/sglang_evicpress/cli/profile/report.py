@@ -30,6 +30,8 @@ def table(outcomes: Sequence[Outcome], forms: Sequence[Form]) -> str:
         missing = [str(form) for form in forms if form not in profile.forms]
         if missing:
             notes.append(f"{outcome.id!r} could not be measured in {', '.join(missing)}")
+        if outcome.error:
+            notes.append(f"{outcome.id!r} is measured in part: {outcome.error}")
     num_there = sum(outcome.was_there for outcome in outcomes)
     if num_there:
         notes.append(f"{num_there} of {len(outcomes)} contexts were measured before")
@@ -45,7 +47,8 @@ def record(outcome: Outcome) -> dict[str, object]:
     """JSON object of one context."""
     if outcome.profile is None:
         return {"id": outcome.id, "error": outcome.error, "is_skipped": outcome.is_skipped}
-    return {"id": outcome.id, "profile": outcome.profile.to_json(), "was_there": outcome.was_there}
+    left = {"error": outcome.error} if outcome.error else {}
+    return {"id": outcome.id, "profile": outcome.profile.to_json(), "was_there": outcome.was_there, **left}
 
 
 def shortened(name: str) -> str:

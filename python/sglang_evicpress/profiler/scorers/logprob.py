@@ -37,18 +37,15 @@ class LogProb:
         return _quality(exact.logprobs, likelihood.logprobs)
 
 
-def observed_quality(served: Likelihood, is_greedy: bool) -> float:
-    """Quality of a served answer, by its likelihood under exact KV: exp(-d), at most 1.
+def observed_quality(served: Likelihood) -> float:
+    """Quality of a served answer that was decoded greedily, by its likelihood under exact KV: exp(-d), at most 1.
 
-    d is by how much its mean log-probability lies below that of the likeliest tokens when the answer was decoded
-    greedily, and below that of tokens drawn from the exact distribution when it was sampled. Raises ValueError when
-    ``served`` lacks those.
+    d is by how much its mean log-probability lies below that of the likeliest tokens. Raises ValueError when ``served``
+    lacks those.
     """
-    attainable = served.best if is_greedy else served.expected
-    if len(attainable) != len(served.logprobs):
-        name = "best" if is_greedy else "expected"
-        raise ValueError(f"likelihood has {len(attainable)} of {name}: expected one for each of {len(served.logprobs)}")
-    return _quality(attainable, served.logprobs)
+    if len(served.best) != len(served.logprobs):
+        raise ValueError(f"likelihood has {len(served.best)} of best: expected one for each of {len(served.logprobs)}")
+    return _quality(served.best, served.logprobs)
 
 
 def _quality(before: Sequence[float], after: Sequence[float]) -> float:

@@ -290,6 +290,22 @@ def test_a_context_the_server_will_not_keep_has_failed(server: FakeServer, conte
     assert server.profiles == {}
 
 
+def test_a_context_measured_in_part_is_no_success(
+    server: FakeServer, contexts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Users come while the second form is made of it; what was measured is kept, and a script does not go on."""
+    made: list[str] = []
+    server.refuse(
+        no(409, "the shadow is gone: it had to make room"),
+        "/forms",
+        lambda body: made.append(body["form"]) or len(made) > 1,  # type: ignore[func-returns-value]
+    )
+    assert run(server, contexts) == 1
+    output = capsys.readouterr().out
+    assert "'one' is measured in part: users needed the room, 3 of 4 forms are left: --resume goes on" in output
+    assert len(profile_of(server, FIRST).forms) == 1
+
+
 def test_forms_that_cannot_be_made_are_named(
     server: FakeServer, contexts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
