@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -109,7 +110,8 @@ QUICK = {**MEASURES, "exactness": partial(measure_exactness, (16,))}
 def _where() -> str:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     torch = metadata.version("torch").partition("+")[0]
-    return f"torch {torch}, Python {python}; {commit()}, {time.strftime('%Y-%m-%d', time.gmtime())}"
+    at, day = os.environ.get("EVICPRESS_COMMIT") or commit(), time.strftime("%Y-%m-%d", time.gmtime())
+    return f"torch {torch}, Python {python}; {at}, {day}"
 
 
 def main() -> int:

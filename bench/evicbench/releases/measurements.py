@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from evicbench.correctness import overhead
 from evicbench.paths import ROOT
 from evicbench.releases import table
 from evicbench.report import Line, Measurement, unjudged
+from sglang_evicpress.benchmark.environment import commit
 from sglang_evicpress.patches.hook_points import DEFAULT_SGLANG, SUPPORTED_SGLANG
 
 MOST_OVERHEAD = 1.03
@@ -22,6 +23,12 @@ OTHERS = tuple(version for version in SUPPORTED_SGLANG if version != DEFAULT_SGL
 def python_of(version: str) -> Path:
     """The Python of a release's environment, which `make setup` has made."""
     return ROOT / (".venv" if version == DEFAULT_SGLANG else f".venv-{version}") / "bin/python"
+
+
+@cache
+def _commit() -> str:
+    """What runs, as it was before the first release had its row written into README."""
+    return commit()
 
 
 def measure_release(version: str) -> Iterator[Line]:
@@ -36,6 +43,7 @@ def measure_release(version: str) -> Iterator[Line]:
             return
     paths = (str(ROOT / "bench"), str(ROOT / "python"), os.environ.get("PYTHONPATH", ""))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env["EVICPRESS_COMMIT"] = _commit()
     env["TORCH_EXTENSIONS_DIR"] = str(python.parents[1] / "torch-extensions")  # as `make` does
     command = [str(python), "-m", "evicbench.releases.here"]
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as run:
