@@ -124,7 +124,7 @@ def test_rows_that_differ_between_layers() -> None:
     rows.write(where.to(META), where, views)
     rows.begin_batch(where)
     assert rows.batch == [3, 1]
-    assert rows.tables[0].holes.batch == [17, 0]
+    assert [table.holes.batch for table in rows.tables] == [[5, 0], [17, 0]]
     rows.bring_up_to_date([30, 10])
     rows.bring_up_to_date([31, 11])
     rows.note_written(3, 25)

@@ -476,13 +476,13 @@ UNEVEN_CURVES = {**CURVES, "random:pyramid": {"0.5": 0.6}}
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_random_walks_over_layers_that_keep_different_numbers_keep_every_invariant(page_size: int) -> None:
-    """With an even seed the lower layer keeps most in every form; else none reads all slots of every node. Not every
-    walk has a request that reads such a node."""
+    """With an even seed the lower layer keeps most in every form; else another may. Not every walk has a request that
+    reads such a node."""
     met = Counter[int]()
     for seed in range(8):
         forms = UNEVEN_FORMS[: -1 if seed % 2 == 0 else None]
         walk = Walk(seed, page_size, forms=forms, curves=UNEVEN_CURVES, layers=LayerFlags(shares=SHARES))
-        assert walk.groups is not None and len(walk.groups.tables) == 1 + seed % 2
+        assert walk.groups is not None and len(walk.groups.tables) == 2
         walk.run(150)
         assert walk.cache.parts.controller.num_dropped > 0
         met[seed % 2] += walk.num_uneven
