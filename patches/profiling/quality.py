@@ -381,7 +381,7 @@ class Quality:
         if earlier is None and len(self.catalog) == 1:
             self.renew_default()
         context = self.recorder.context_of(profile.key) if self.recorder is not None else None
-        if context is not None:
+        if context is not None and is_fresh:  # else there is more to be measured, and what was seen to drift still does
             self._watch.profiled(profile.key, num_lossy_hits=context.num_lossy_hits, asked=profile.query_set)
         nodes = self._profiled_nodes.of(profile.key)
         known = self._contexts.get(profile.key)

@@ -101,10 +101,9 @@ class DriftMonitor:
         return self._known(key).asked is not None
 
     def failed(self, key: bytes) -> None:
-        """The job could not be done, or not to its end: the context is left alone until ``every`` more hits than when
-        it was chosen, and then asked about again."""
+        """The job could not be done: the context is left alone until ``every`` more hits than when it was chosen."""
         state = self._state(key)
-        state.retry_at, state.asked = state.num_hits + self.every, None
+        state.retry_at = state.num_hits + self.every
 
     def next_job(self, recorder: Recorder, profiled: Container[bytes], weights: Mapping[bytes, float]) -> Job | None:
         """Drifted contexts first, then observations that are due, then contexts not ``profiled`` with ``min_hits``.

@@ -559,6 +559,30 @@ def test_there_are_jobs_only_while_cycles_are_free(walk: ProfiledWalk) -> None:
     assert walk.job() != {}
 
 
+def test_what_was_measured_in_part_is_taken_up_again_and_what_is_whole_is_not_for_a_job_that_fails(
+    walk: ProfiledWalk,
+) -> None:
+    tokens, quality = walk.random_tokens(256), walk.cache.quality
+    key = walk.key_of(tokens)
+    part = walk.profile(tokens, {"knorm@0.5": 0.9})
+
+    def answers(count: int) -> None:
+        for question in range(count):
+            walk.answer([*tokens, 51 + question % 8], 7)
+
+    answers(3)
+    assert walk.job()["why"] == "unprofiled"
+    quality.put_profile(part, False)
+    quality.note_failed(key)
+    assert walk.job() == {}, "users have just come"
+    answers(8)
+    assert walk.job()["why"] == "unprofiled"
+    quality.put_profile(part, True)  # all that can be made of it
+    quality.note_failed(key)  # of an observation, say
+    answers(8)
+    assert walk.job() == {}
+
+
 def test_a_context_that_is_worse_than_predicted_is_observed_then_profiled_anew() -> None:
     walk = ProfiledWalk(curves=CURVES)
     tokens = walk.random_tokens(256)
