@@ -35,8 +35,9 @@ SETTLE_S = 60.0
 CALIBRATION = 1 / 3
 """Of the time of a storm above saturation: clients ask one request after the other, to see how many are answered."""
 
-RATES = "delay=0.1:0.02,eio=0.01,enospc=0.01,short=0.02,flip=0.06,lost=0.01"
-"""Of every read, write, append, sync, ... and, for delays and flips, of every check and copy on the host."""
+RATES = "delay=0.1:0.02,eio=0.01,enospc=0.01,short=0.02,flip=0.06,host_flip=0.3,lost=0.01"
+"""Of every read, write, append, sync, ... and, for delays and host_flip, of every check and copy on the host, which are
+few: an entry is taken to be good for ten seconds."""
 
 LEAST_REASONS = 3
 MOST_UNCOUNTED_BYTES = 1 << 20  # what the file system needs for itself

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from sglang_evicpress.tiers.ssd.os_files import BLOCK_BYTES, Files
 
-KINDS = ("delay", "eio", "enospc", "short", "flip", "lost")
+KINDS = ("delay", "eio", "enospc", "short", "flip", "host_flip", "lost")
 
 _ACCEPTED = (
     f"expected NAME=RATE with NAME one of {', '.join(KINDS)} and 0 <= RATE <= 1, delay=RATE:SECONDS, "
@@ -26,6 +26,7 @@ _ACCEPTED = (
 class Faults:
     """Rates of each kind of fault, and what has happened (``counts``).
 
+    Memory of the host is flipped at the rate of ``host_flip`` where it has one, else at that of ``flip``.
     The same seed and the same sequence of calls give the same faults. ``read_rate``: bytes a second that all reads of
     files together get at most; None: as many as the disk gives. ``hung``: by the name of a call of Files, the event
     that it waits for. Thread-safe.
@@ -120,9 +121,12 @@ class Faults:
             code = errno.ENOSPC if kind == "enospc" else errno.EIO
             raise OSError(code, f"{os.strerror(code)} (on purpose)")
 
-    def maybe_flip(self, memory: memoryview) -> bool:
+    def maybe_flip_host(self, memory: memoryview) -> bool:
+        return self.maybe_flip(memory, "host_flip" if "host_flip" in self.rates else "flip")
+
+    def maybe_flip(self, memory: memoryview, kind: str = "flip") -> bool:
         """Flip one bit of it, if it happens."""
-        if not len(memory) or not self.happens("flip"):
+        if not len(memory) or not self.happens(kind):
             return False
         memory[self.below(len(memory))] ^= 1 << self.below(8)
         return True

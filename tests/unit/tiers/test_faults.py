@@ -87,6 +87,15 @@ def test_flip_changes_one_bit() -> None:
     assert not Faults().maybe_flip(memoryview(data))
 
 
+def test_memory_of_the_host_is_flipped_at_a_rate_of_its_own_or_at_that_of_the_disk() -> None:
+    data = memoryview(bytearray(100))
+    assert Faults.parse("flip=1").maybe_flip_host(data)
+    assert not Faults.parse("flip=1,host_flip=0").maybe_flip_host(data)
+    more_often = Faults.parse("host_flip=1")
+    assert more_often.maybe_flip_host(data) and not more_often.maybe_flip(data)
+    assert more_often.counts == {"host_flip": 1}
+
+
 def test_each_fault_of_files(tmp_path: Path) -> None:
     path = str(tmp_path / "file")
     data = memoryview(bytearray(os.urandom(40_000)))

@@ -68,7 +68,7 @@ class HostTier:
             chunks = self.arena.buffers(entry.runs, extent.offset, extent.num_bytes)
             # What a load reads meanwhile was seen to be good.
             if self.faults is not None and chunks and entry.pins == 1:
-                self.faults.maybe_flip(chunks[0])
+                self.faults.maybe_flip_host(chunks[0])
             try:
                 check_part(entry.header, number, chunks)
             except BadEntry:
