@@ -94,6 +94,21 @@ def _geometry(
         raise spawn.refusal(str(error)) from None
 
 
+def selection(config: EvicPressConfig, page_size: int) -> dict[str, int]:
+    """What makes a form of a node keep other tokens than usual: whole pages, other sinks, another window of queries,
+    and budgets rounded to another number of counts."""
+    usual = EvicPressConfig(config.policy)
+    chosen = {
+        "page_size": (page_size, 1),
+        "sinks": (config.sinks, usual.sinks),
+        "window": (config.window, usual.window),
+        "layer_counts": (config.layers.max_counts, usual.layers.max_counts),
+    }
+    if not any(form.is_uneven for form in config.menu_forms):
+        del chosen["layer_counts"]
+    return {name: value for name, (value, default) in chosen.items() if value != default}
+
+
 def build(context: Any) -> EvicPressCache:
     """Factory for ``create_tree_cache``. Refuses to start on half-applied hooks or a model it cannot serve."""
     check_applied(HookRegistry)
@@ -122,7 +137,8 @@ def build(context: Any) -> EvicPressCache:
         geometry=geometry,
     )
     calibrated = "" if geometry is None else geometry.digest
-    model = ModelIdentity(runner, context.model_config, pool, params.page_size, ranks, group, calibrated)
+    chosen = selection(config, params.page_size)
+    model = ModelIdentity(runner, context.model_config, pool, params.page_size, ranks, group, calibrated, chosen)
     admin_key = context.server_args.admin_api_key
     hash_key = key_of(admin_key) if admin_key else b""
     try:

@@ -435,6 +435,8 @@ class Quality:
         default = self.default_expectation
         return {
             "identity": self.profile_identity.hex(),
+            "page_size": self.tree.page_size,
+            "has_geometry": self.config.geometry is not None,
             "file": self.config.profiles.path,
             "prior": None if self.config.curves is None else dict(self.config.curves),
             "forms": [str(form) for form in forms],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +29,7 @@ class ModelIdentity:
     read, a random number stands for them, so that nothing is found that was kept under another identity, and nothing
     kept under this one is found later. The ranks of ``group`` (None: one rank) must ask in the same order; whether the
     weights changed, they then see alike. ``geometry``: digest of what a press was given of the model's queries, if
-    anything.
+    anything; ``selection``: settings other than the usual by which a form of a node keeps other tokens.
     """
 
     runner: Any
@@ -39,6 +39,7 @@ class ModelIdentity:
     ranks: tuple[int, int]
     group: Any = None
     geometry: str = ""
+    selection: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.is_released: Callable[[], bool] = lambda: False
@@ -65,8 +66,8 @@ class ModelIdentity:
         )
 
     def of_profiles(self, tokenizer: Any) -> bytes:
-        """16 bytes for what is measured of the model: others for another tokenizer or version of the forms; rank 0's on
-        every rank."""
+        """16 bytes for what is measured of the model: others for another tokenizer, version of the forms, or selection
+        of what they keep; rank 0's on every rank."""
         identity = fingerprint(
             {
                 "config": _config_of(self.model_config),
@@ -75,6 +76,7 @@ class ModelIdentity:
                 "tokenizer": self._digest_of_tokenizer(tokenizer),
                 "forms": FORMS_VERSION,
                 **({"geometry": self.geometry} if self.geometry else {}),
+                **({"selection": dict(self.selection)} if self.selection else {}),
             }
         )
         return agreed(identity, self.group)

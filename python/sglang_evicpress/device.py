@@ -1,4 +1,4 @@
-"""Copies between host and device that the scheduler does not wait for."""
+"""Devices that are checked by use, and copies between host and device that the scheduler does not wait for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import weakref
 from collections import deque
 
 import torch
+
+
+def checked_device(name: str) -> torch.device:
+    """The device of that name. Raises ValueError where there is none on this machine."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):  # no such name, no such device, no such build of torch
+        raise ValueError(f"device {name!r} is not there: expected cpu, or cuda on a machine with a GPU") from None
+    return device
 
 
 class HostCopy:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from sglang_evicpress.cli.output import print_result
 from sglang_evicpress.cli.parser import naming, say
 from sglang_evicpress.cli.parsers import calibrate_geometry as make_parser
+from sglang_evicpress.device import checked_device
 from sglang_evicpress.files import check_output, read_text
 from sglang_evicpress.geometry import file
 from sglang_evicpress.geometry.calibrate import CalibratedModel, read_sequences
@@ -18,6 +19,8 @@ def calibrate_geometry(argv: Sequence[str]) -> int:
     args = make_parser().parse_values(argv)
     with naming("--out"):
         check_output(args.out, {"--text": args.text})
+    with naming("--device"):
+        checked_device(args.device)
     with naming("--text"):
         text = read_text(args.text, repr(args.text), "a text in UTF-8")
     with naming("--model-path"):

@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from sglang_evicpress.device import checked_device
 from sglang_evicpress.geometry.centres import MAX_OFFSET, ModelFacts, QueryGeometry
 from sglang_evicpress.geometry.checkpoint import digest_of, folder_of
 from sglang_evicpress.geometry.rope import Rope
@@ -45,6 +47,7 @@ class CalibratedModel:
     """
 
     def __init__(self, model: str, device: str = "cpu", revision: str | None = None) -> None:
+        self._device = checked_device(device)
         folder = folder_of(model, revision)
         self._checkpoint = digest_of(folder)
         self._seen = _Seen()
@@ -55,12 +58,11 @@ class CalibratedModel:
             loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=attention)
         except KeyError:  # of a table of its own
             raise ValueError(f"model {model!r} {_OWN_ATTENTION}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             said = str(error).partition("\n")[0]
             raise ValueError(f"model {model!r} cannot be read ({said:.200}): expected a text model") from None
-        self._model: Any = loaded.eval().to(device)
+        self._model: Any = loaded.eval().to(self._device)
         self._name = type(loaded).__name__
-        self._device = torch.device(device)
         self.rope = self._read_rope()
 
     @property

@@ -31,7 +31,8 @@ def folder_of(model: str, revision: str | None = None) -> Path:
 
 def digest_of(folder: Path) -> str:
     """32 hex digits: of the name and size of every file of weights, its first and last bytes and ``SAMPLES`` parts
-    between, of ``SAMPLE_BYTES`` each. A fine-tuned model has others; no more than about 1 MiB of a file is read.
+    between, of ``SAMPLE_BYTES`` each. A model that was fine-tuned as a whole has others; no more than about 1 MiB of a
+    file is read, so that one of which a few layers were changed may not.
 
     Raises ValueError for a folder without weights.
     """

@@ -219,6 +219,8 @@ PROFILES = page(
     record(key=TEXT, num_tokens=COUNT, num_forms=COUNT, scorer=TEXT, query_set=TEXT),
     TEXT,
     identity=TEXT,
+    page_size=COUNT,
+    has_geometry=told(FLAG, "true where presses can be asked for that --kv-geometry is for"),
     file=nullable(TEXT),
     forms=array(TEXT),
     default=told(by_name(NUMBER), "quality that contexts without a profile are taken for"),

@@ -8,8 +8,16 @@ from contextlib import suppress
 from typing import Any
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.profiler.engine import Answer, EngineError, Likelihood, Shadow, ShadowLost, ShadowRefused
-from sglang_evicpress.profiler.transport import BadRequest, Json, NotThere, Transport
+from sglang_evicpress.profiler.engine import (
+    Answer,
+    EngineError,
+    Likelihood,
+    NotMakeable,
+    Shadow,
+    ShadowLost,
+    ShadowRefused,
+)
+from sglang_evicpress.profiler.transport import BadRequest, Conflict, Json, NotThere, Transport
 from sglang_evicpress.quality.profile import BLOCK_TOKENS
 
 FILL_TOKENS = 256
@@ -61,10 +69,12 @@ class ServerEngine:
 
     def make_form(self, shadow: Shadow, form: Form, *, layer_tokens: Sequence[int] | None = None) -> str:
         """Compress a further copy of the shadow, to ``layer_tokens`` in its layers where they are given; returns its
-        namespace. Raises ShadowRefused or ShadowLost, and
-        EngineError when the form cannot be made of this context."""
+        namespace. Raises ShadowRefused or ShadowLost, and NotMakeable when the form cannot be made of this context."""
         given = {} if layer_tokens is None else {"layer_tokens": list(layer_tokens)}
-        made = self._ask_shadow(shadow, "forms", {"form": str(form), **given})
+        try:
+            made = self._ask_shadow(shadow, "forms", {"form": str(form), **given})
+        except (BadRequest, Conflict) as error:
+            raise NotMakeable(str(error)) from None
         namespace = made.get("extra_key")
         if not isinstance(namespace, str):
             raise EngineError(f"the server made {form} and answered {made!r:.200}: expected an extra_key")

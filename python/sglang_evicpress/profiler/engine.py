@@ -17,6 +17,10 @@ class ShadowLost(EngineError):
     """The shadow is gone: users needed its room, or the cache was flushed. What was measured in it before holds."""
 
 
+class NotMakeable(EngineError):
+    """The server makes no such form of this context, now or later."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shadow:
     """A copy of the exact KV of a context's first ``num_tokens`` tokens in a namespace of its own.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.client import ServerEngine
-from sglang_evicpress.profiler.engine import Answer, EngineError, Shadow, ShadowLost, ShadowRefused
+from sglang_evicpress.profiler.engine import Answer, EngineError, NotMakeable, Shadow, ShadowLost, ShadowRefused
 from sglang_evicpress.profiler.scorers import Scorer
 from sglang_evicpress.profiler.scorers.logprob import observed_quality
 from sglang_evicpress.quality.profile import Profile, query_set
@@ -111,9 +111,7 @@ def measure_forms(
     for form in forms:
         try:
             copy = engine.make_form(shadow, form)
-        except (ShadowRefused, ShadowLost):
-            raise
-        except EngineError:
+        except NotMakeable:
             copy = None
         if copy is not None:
             try:

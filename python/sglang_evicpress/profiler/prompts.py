@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
@@ -20,7 +21,7 @@ _PROBE = "~"
 
 
 class ContextTooShort(ValueError):
-    """The prompts share less than one whole block of tokens."""
+    """The prompts share less than one whole block, or page, of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +50,26 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """``tokenize`` gives the tokens of a whole prompt with that text, as users' requests have them."""
+    """``tokenize`` gives the tokens of a whole prompt with that text, as users' requests have them; ``page_size``: that
+    of the server that holds them."""
 
     tokenize: Callable[[str], list[int]]
     template: Template
+    page_size: int = 1
 
     def split(self, context: str, questions: Sequence[GivenQuestion]) -> tuple[list[int], list[Asked]]:
-        """The tokens of the context, whole blocks that every prompt with it begins with, and the queries behind them.
+        """The tokens of the context, whole blocks and pages that every prompt with it begins with, and the queries
+        behind them.
 
         Raises ContextTooShort, and what ``tokenize`` raises.
         """
         prompts = [self.tokenize(self.template.fill(context, question.text)) for question in questions]
         shared = commonprefix([*prompts, self.tokenize(self.template.fill(context, _PROBE))])
         num_tokens = min(len(shared), *(len(prompt) - 1 for prompt in prompts))  # something is left to be asked
-        num_tokens -= num_tokens % BLOCK_TOKENS
-        if num_tokens < BLOCK_TOKENS:
-            raise ContextTooShort(f"its prompts share {len(shared)} tokens: expected at least {BLOCK_TOKENS}")
+        unit = math.lcm(BLOCK_TOKENS, self.page_size)
+        num_tokens -= num_tokens % unit
+        if not num_tokens:
+            raise ContextTooShort(f"its prompts share {len(shared)} tokens: expected at least {unit}")
         return prompts[0][:num_tokens], [
             Asked(prompt[num_tokens:], question.answer) for prompt, question in zip(prompts, questions, strict=True)
         ]

@@ -36,9 +36,14 @@ class ServedTask:
     exact: Sequence[Answer]
 
 
-def layers_of(transport: Transport) -> int:
+def layers_of(transport: Transport, page_size: int) -> int:
     """Layers of the server's model. Raises EngineError, one sentence, where it cannot keep another number of tokens in
-    each of them."""
+    each of them: with pages of several slots not those that are asked for, but whole pages."""
+    if page_size > 1:
+        raise EngineError(
+            f"layers of the server keep whole pages of {page_size} slots, other budgets than are searched: expected "
+            "one started with --page-size 1"
+        )
     groups = transport.ask("GET", "/evicpress/stats").get("layer_groups")
     if not isinstance(groups, list) or not groups:
         raise EngineError(

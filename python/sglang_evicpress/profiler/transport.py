@@ -19,6 +19,10 @@ class BadRequest(EngineError):
     """The server accepts no such value (status 400)."""
 
 
+class Conflict(EngineError):
+    """The server cannot do that as things are (status 409)."""
+
+
 class NotThere(EngineError):
     """The server knows no such route, shadow or profile (status 404)."""
 
@@ -33,7 +37,7 @@ def refusal(status: int, reason: str, where: str) -> EngineError:
     Of 409, the first words of the server's ``reason`` tell what it means: "no room" that later there may be some,
     "the shadow is gone" that it is.
     """
-    kinds: dict[int, type[EngineError]] = {400: BadRequest, 404: NotThere}
+    kinds: dict[int, type[EngineError]] = {400: BadRequest, 404: NotThere, 409: Conflict}
     kind = kinds.get(status, EngineError)
     if status == 409 and reason.startswith("no room"):
         kind = ShadowRefused
@@ -54,6 +58,11 @@ def is_server_url(url: str) -> bool:
         )
     except ValueError:
         return False
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def check_key(key: str | None) -> None:
@@ -101,7 +110,8 @@ class HttpTransport:
         self._num_retries = num_retries
         self._wait_s = wait_s
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._client = httpx.Client(timeout=timeout_s, limits=limits)  # follows no redirect: keys and texts stay here
+        # Follows no redirect, and asks this machine by no proxy: keys and texts stay here.
+        self._client = httpx.Client(timeout=timeout_s, limits=limits, trust_env=not _is_loopback(url))
 
     def ask(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Json:
         wait_s = self._wait_s

@@ -24,6 +24,9 @@ from sglang_evicpress.search.layer_budgets import Budgets, complete, uniform
 if TYPE_CHECKING:
     from cmaes import CMA
 
+MAX_SEED = (2**32 - 1) // 1000 - 1
+"""Of a search: numpy takes 32 bits for the seed of each group."""
+
 Score = Callable[[Budgets], float]
 """How well a task is done with these budgets: f of the paper, higher is better."""
 
@@ -128,6 +131,18 @@ class Journal:
         return self._known[budgets]
 
 
+def check_journal(path: Path, num_layers: int, task: Mapping[str, object]) -> None:
+    """Begin the journal of such a search, or see that it is there and can be written. Raises ValueError for a file of
+    another search, and OSError."""
+    Journal(path, _identity(num_layers, task))
+    with path.open("ab"):
+        pass
+
+
+def _identity(num_layers: int, task: Mapping[str, object]) -> dict[str, object]:
+    return {"search": "evolkv", "num_layers": num_layers, **task}
+
+
 def num_steps(num_layers: int, settings: SearchSettings) -> int:
     """Candidates that a search evaluates."""
     groups = groups_of(num_layers, settings.group_size)
@@ -144,8 +159,7 @@ def search(
     """Every candidate as it is evaluated; the budgets of the last one that ``is_best`` are the result, which
     ``complete`` brings to the target. ``path``: the journal, which holds for this ``task`` alone."""
     target = settings.target
-    identity: dict[str, object] = {"search": "evolkv", "num_layers": num_layers, **(task or {})}
-    journal = Journal(path, identity)
+    journal = Journal(path, _identity(num_layers, task or {}))
     best, best_fitness = uniform(num_layers, target), -math.inf
     for number, layers in enumerate(groups_of(num_layers, settings.group_size)):
         optimizer = _optimizer(len(layers), settings, number)

@@ -12,6 +12,9 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed
 from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_config import LoRAConfig
 
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.flag_groups import LayerFlags
+from sglang_evicpress.patches.cache.factory import selection
 from sglang_evicpress.patches.tree import model_identity
 from sglang_evicpress.patches.tree.model_identity import ModelIdentity, adapter_digest
 
@@ -81,11 +84,32 @@ def test_another_geometry_has_other_profiles_but_the_same_kv() -> None:
     assert len({each.of_model() for each in (plain, one, other)}) == 1
 
 
-def test_another_rank_or_page_size_has_other_kv_but_the_same_profiles() -> None:
+def test_another_rank_has_other_kv_but_the_same_profiles() -> None:
     model = make_model()
     ours, rank, pages = identity_of(model), identity_of(model, rank=1), identity_of(model, page_size=16)
     assert len({each.of_model() for each in (ours, rank, pages)}) == 3
-    assert len({each.of_profiles(None) for each in (ours, rank, pages)}) == 1
+    assert ours.of_profiles(None) == rank.of_profiles(None)
+
+
+def test_settings_by_which_forms_keep_other_tokens_have_other_profiles() -> None:
+    """A form of a short node keeps more of it in whole pages, and a press that looks at other queries keeps others."""
+    given = EvicPressConfig("evicpress")
+    counts = EvicPressConfig("evicpress", forms="snapkv@0.3:pyramid", layers=LayerFlags(max_counts=1))
+    selections = [
+        selection(given, 1),
+        selection(given, 16),
+        selection(EvicPressConfig("evicpress", sinks=0), 1),
+        selection(EvicPressConfig("evicpress", window=8), 1),
+        selection(counts, 1),
+        selection(EvicPressConfig("evicpress", forms="snapkv@0.3:pyramid"), 1),
+    ]
+    assert selections[0] == selections[-1] == {}
+    model, found = make_model(), set()
+    for chosen in selections[:-1]:
+        identity = identity_of(model)
+        identity.selection = chosen
+        found.add(identity.of_profiles(None))
+    assert len(found) == 5
 
 
 @pytest.fixture

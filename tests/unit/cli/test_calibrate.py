@@ -59,6 +59,7 @@ def test_a_text_that_is_shorter_is_used_as_it_is(text: Path, capsys: pytest.Capt
         (("--tokens", "0"), "--tokens: '0': expected a whole number of at least 1"),
         (("--sequence-tokens", "5"), "--sequence-tokens: '5': expected a whole number of at least 16"),
         (("--max-offset", "-1"), "--max-offset"),
+        (("--device", "abacus"), "--device: device 'abacus' is not there: expected cpu"),
     ],
 )
 def test_bad_input_is_one_sentence(

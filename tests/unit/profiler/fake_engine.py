@@ -7,7 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.profiler.engine import Answer, EngineError, Likelihood, Shadow, ShadowLost, ShadowRefused
+from sglang_evicpress.profiler.engine import (
+    Answer,
+    Likelihood,
+    NotMakeable,
+    Shadow,
+    ShadowLost,
+    ShadowRefused,
+)
 from sglang_evicpress.quality.profile import BLOCK_TOKENS, context_keys
 
 IDENTITY = bytes(range(16))
@@ -72,7 +79,7 @@ class FakeEngine:
     def make_form(self, shadow: Shadow, form: Form) -> str:
         self._use(shadow)
         if form in self.impossible:
-            raise EngineError(f"{form} cannot be made")
+            raise NotMakeable(f"{form} cannot be made")
         self._take(math.ceil(shadow.num_tokens * form.kept_fraction))
         self.made[shadow.id, form] = f"{shadow.namespace} {form}"
         return self.made[shadow.id, form]

@@ -47,6 +47,7 @@ class FakeServer:
         self.profiles: dict[str, dict[str, Any]] = {}
         self.menu = ["keydiff@0.5", "snapkv@0.5"]  # its --kv-forms
         self.layer_groups = list[int]()
+        self.page_size, self.has_geometry = 1, False
 
     def refuse(self, error: Exception, ending: str = "", of: Callable[[Any], bool] = lambda body: True) -> None:
         """From now on requests to paths that end so, of whose bodies ``of`` is true, fail like this."""
@@ -82,7 +83,8 @@ class FakeServer:
                     | {"num_forms": len(profile["forms"])}
                     for profile in self.profiles.values()
                 ]
-                return {"identity": IDENTITY.hex(), "profiles": profiles, "default": {}, "forms": self.menu}
+                facts = {"page_size": self.page_size, "has_geometry": self.has_geometry, "forms": self.menu}
+                return {"identity": IDENTITY.hex(), "profiles": profiles, "default": {}, **facts}
             case ["GET", "evicpress", "profiles", key] if key not in self.profiles:
                 raise no(404, f"context {key} has no profile")
             case ["GET", "evicpress", "profiles", key]:

@@ -15,6 +15,7 @@ from sglang_evicpress.core import EXACT, Form
 from sglang_evicpress.profiler.engine import Answer, EngineError, Likelihood, Shadow, ShadowLost, ShadowRefused
 from sglang_evicpress.profiler.measure import Asked, measure_forms, observe, profile_context
 from sglang_evicpress.profiler.scorers.logprob import LogProb
+from sglang_evicpress.profiler.transport import Unreachable
 from sglang_evicpress.quality.profile import BLOCK_TOKENS, Profile, context_keys, query_set
 from sglang_evicpress.quality.recorder import Query
 
@@ -116,6 +117,21 @@ def test_a_form_that_cannot_be_made_is_left_out() -> None:
     result = profile(engine, on_progress=lambda: seen.append(None))
     assert list(result.forms) == [MILD, HARDER]
     assert len(seen) == 3
+    assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("error", [Unreachable("no answer"), EngineError("status 500")])
+def test_a_server_that_fails_is_no_form_that_cannot_be_made(error: EngineError) -> None:
+    class Failing(FakeEngine):
+        def make_form(self, shadow: Shadow, form: Form) -> str:
+            if form == HARD:
+                raise error
+            return super().make_form(shadow, form)
+
+    engine, seen = Failing(TABLE), []
+    with pytest.raises(type(error), match=str(error)):
+        profile(engine, on_progress=lambda: seen.append(None))
+    assert len(seen) == 1
     assert_nothing_is_left(engine)
 
 

@@ -90,6 +90,37 @@ def test_a_server_that_cannot_is_one_sentence(
     assert re.search(words, shown)
 
 
+def test_a_server_of_whole_pages_is_refused_as_it_keeps_other_budgets(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.page_size = 16
+    assert run(server, tmp_path) == 2
+    assert "keep whole pages of 16 slots, other budgets than are searched" in capsys.readouterr().err
+    assert not server.posted("/shadows")
+
+
+def test_a_press_that_the_server_has_no_geometry_for_is_refused_before_anything_is_asked(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(server, tmp_path, "--press", "band_lengths") == 2
+    assert "none of band_lengths@0.5 can be made: the server was started without" in capsys.readouterr().err
+    assert not server.posted("/shadows")
+    server.has_geometry = True
+    assert run(server, tmp_path, "--press", "band_lengths") == 0
+
+
+def test_a_journal_that_cannot_be_written_is_refused_before_anything_is_asked(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.journal"
+    other.write_text('{"search": "another"}\n')
+    for path, words in ((other, "is the journal of another search"), (tmp_path / "no" / "journal", "no")):
+        assert run(server, tmp_path, "--journal", str(path)) == 2
+        shown = capsys.readouterr().err
+        assert words in shown and shown.count("\n") == 1
+    assert not server.posted("/shadows")
+
+
 def test_a_model_or_a_server_is_needed_but_not_both(
     server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

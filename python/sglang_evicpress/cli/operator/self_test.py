@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
 
 from sglang_evicpress.cli.operator.finding import Finding
 from sglang_evicpress.cli.operator.server import Json, Server
@@ -30,9 +31,10 @@ def _steps(server: Server) -> Iterator[Finding]:
     yield Finding("server", "ok", f"policy {stats['policy']}, {stats['num_nodes']} nodes, {stats['total_slots']} slots")
     prompt = [LEAST_TOKEN + secrets.randbelow(NUM_IDS) for _ in range(NUM_TOKENS)]
     name = f"doctor-{secrets.token_hex(8)}"
-    known = {node["id"] for node in all_nodes(server)}
+    known = {node["namespace"] for node in all_nodes(server)}
     exact = _ask(server, prompt, name)
-    node = _new_node(server, known)
+    namespace = _own_namespace(server, known)
+    node = max(_nodes_in(server, namespace), key=lambda node: int(node["num_tokens"]))
     yield Finding("self-test: cached", "ok", f"node {node['id']} of {node['num_tokens']} tokens")
 
     raw = [form for form in stats["forms"] if form != "exact" and "+" not in form]
@@ -50,7 +52,7 @@ def _steps(server: Server) -> Iterator[Finding]:
 
     tiers = server.get("tiers")["tiers"]
     if "host" in tiers:
-        for below in reversed([each for each in all_nodes(server) if each["id"] not in known]):  # children first
+        for below in reversed(_nodes_in(server, namespace)):  # children first
             server.post(f"nodes/{below['id']}/demote", {"tier": "host", "hold_seconds": HOLD_S})
         if not _waits(server, node["id"], "host"):
             yield Finding("self-test: moved to host memory", "FAILED", f"not within {MOVE_S:g} s")
@@ -82,11 +84,24 @@ def _ask(server: Server, prompt: Sequence[int], name: str) -> Json:
     return {**answer["meta_info"], "output_ids": answer.get("output_ids")}
 
 
-def _new_node(server: Server, known: set[int]) -> Json:
-    new = [node for node in all_nodes(server) if node["id"] not in known and node["num_tokens"] >= NUM_TOKENS // 2]
-    if not new:
+def _own_namespace(server: Server, known: Container[str | None]) -> str:
+    """The namespace of the prompt that was just asked, as the tree shows it: one that was not there before and has as
+    many tokens. Users' nodes are never touched. Raises ValueError where it cannot be told."""
+    tokens = Counter[str]()
+    for node in all_nodes(server):
+        if node["namespace"] is not None and node["namespace"] not in known:
+            tokens[node["namespace"]] += node["num_tokens"]
+    found = [name for name, number in tokens.items() if NUM_TOKENS // 2 <= number <= NUM_TOKENS + NEW_TOKENS]
+    if not found:
         raise ValueError("the prompt is not in the tree: is --disable-radix-cache set?")
-    return max(new, key=lambda node: node["num_tokens"])
+    if len(found) > 1:
+        raise ValueError("a user's request of as many tokens came in a new namespace meanwhile: try again")
+    return found[0]
+
+
+def _nodes_in(server: Server, namespace: str) -> list[Json]:
+    """Parents first."""
+    return [node for node in all_nodes(server) if node["namespace"] == namespace]
 
 
 def _node(server: Server, node_id: int) -> Json:

@@ -148,10 +148,10 @@ def _prepare(args: argparse.Namespace) -> Run:
         with naming("--questions-from"):
             make_folder(folder)
         make_questions = partial(kept_questions, folder, settings, make_questions, is_read=args.resume)
-    identity, makeable = read_server(transport, args.forms)
-    prompts = Prompts(partial(served_tokens, transport, args.prompt), args.template)
+    server = read_server(transport, args.forms)
+    prompts = Prompts(partial(served_tokens, transport, args.prompt), args.template, server.page_size)
     asked = (contexts, args.forms, args.scorer, args.max_new_tokens, args.resume, make_questions)
-    return Run(*asked, transport, prompts, identity, makeable)
+    return Run(*asked, transport, prompts, server.identity, server.makeable)
 
 
 def _endpoint(args: argparse.Namespace) -> Callable[[str], list[GivenQuestion]]:

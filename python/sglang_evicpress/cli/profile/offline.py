@@ -137,10 +137,18 @@ def asked_set(queries: Sequence[Asked], scorer: Scorer, max_new_tokens: int) -> 
     return sha256(repr((max_new_tokens, asked)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def read_server(transport: Transport, forms: Sequence[Form]) -> tuple[bytes, list[Form]]:
-    """The identity of the model, tokenizer and version of forms of the server, and which of ``forms`` it can make of
-    some context. Raises EngineError, also when that is none.
-    """
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """``identity`` of a server's model, tokenizer and version of forms; the forms that it can make of some context; the
+    slots of its pages."""
+
+    identity: bytes
+    makeable: list[Form]
+    page_size: int
+
+
+def read_server(transport: Transport, forms: Sequence[Form]) -> ServerFacts:
+    """What a server can do of ``forms``. Raises EngineError, also when that is none."""
     try:
         answer = transport.ask("GET", PROFILES)
     except NotThere as error:
@@ -152,15 +160,21 @@ def read_server(transport: Transport, forms: Sequence[Form]) -> tuple[bytes, lis
         read = b""
     if len(read) != 16:
         raise EngineError(f"GET {PROFILES} answered {identity!r:.100} as identity: expected 32 hex digits")
+    page_size, named = answer.get("page_size", 1), ", ".join(map(str, forms))
+    if not isinstance(page_size, int) or page_size < 1:
+        raise EngineError(f"GET {PROFILES} answered {page_size!r:.100} as page_size: expected a whole number above 0")
+    makeable = list(forms)
+    if answer.get("has_geometry") is False:
+        makeable = [form for form in makeable if form.press is None or not PRESSES[form.press].needs_geometry]
+        if not makeable:
+            raise EngineError(f"none of {named} can be made: the server was started without --kv-geometry")
     kept = answer.get("forms")  # the server's own
     query_presses = {name for name, press in PRESSES.items() if press.needs_queries}
     if isinstance(kept, list) and not any(str(form).partition("@")[0] in query_presses for form in kept):
-        makeable = [form for form in forms if form.press not in query_presses]
+        makeable = [form for form in makeable if form.press not in query_presses]
         if not makeable:
-            named = ", ".join(map(str, forms))
             raise EngineError(f"none of {named} can be made: --kv-forms of the server names none of their presses")
-        return read, makeable
-    return read, list(forms)
+    return ServerFacts(read, makeable, page_size)
 
 
 def profile_of(answer: Mapping[str, object], key: str) -> Profile:

@@ -26,7 +26,16 @@ from sglang_evicpress.profiler.prompts import PromptKind, Template
 from sglang_evicpress.profiler.scorers import Scorer
 from sglang_evicpress.progress import Progress
 from sglang_evicpress.search.budget_file import BudgetFile, write_budget_file
-from sglang_evicpress.search.evolution import SearchSettings, Step, check_optimizer, found, num_steps, search
+from sglang_evicpress.search.evolution import (
+    MAX_SEED,
+    SearchSettings,
+    Step,
+    check_journal,
+    check_optimizer,
+    found,
+    num_steps,
+    search,
+)
 from sglang_evicpress.search.layer_budgets import Budgets, pyramid, round_counts, uniform
 
 MAX_NEW_TOKENS = 100_000
@@ -65,12 +74,14 @@ def search_budgets(argv: Sequence[str]) -> int:
     except EngineError as error:
         raise ValueError(f"--url: {error}") from None
     is_shown = sys.stderr.isatty() and not args.no_progress
-    journal = Path(args.journal or f"{args.out}.journal")
+    journal, task = Path(args.journal or f"{args.out}.journal"), _identity(args, source)
+    with naming("--journal"):
+        check_journal(journal, source.num_layers, task)
     steps = list[Step]()
     try:
         objective = source.objective(split, is_shown=is_shown)
         with Progress(num_steps(source.num_layers, settings), "candidates", is_shown=is_shown) as progress:
-            for step in search(objective, source.num_layers, settings, journal, _identity(args, source)):
+            for step in search(objective, source.num_layers, settings, journal, task):
                 steps.append(step)
                 progress.step()
                 best = [each for each in steps if each.is_best][-1]
@@ -128,7 +139,7 @@ def make_parser() -> Parser:
     )
     add_value("--group-size", whole(2, 1024), "N", "layers searched together; default %(default)s", "8")
     add_value("--iterations", whole(1, 10_000), "N", "generations of each group; default %(default)s", "10")
-    add_value("--seed", whole(0), "N", "default %(default)s", "0")
+    add_value("--seed", whole(0, MAX_SEED), "N", "default %(default)s", "0")
     add_value("--efficiency-weight", _positive, "X", "lambda, of CacheScore; default %(default)s", "0.3")
     add_value("--smoothing", _positive, "X", "gamma, at most 1; default %(default)s", "0.2")
     add_value("--sigma", _positive, "X", "first step of CMA-ES, in shares of the target; default %(default)s", "0.3")
@@ -210,6 +221,8 @@ def _identity(args: argparse.Namespace, source: Source) -> dict[str, object]:
 def _report(args: argparse.Namespace, which: str, rivals: Mapping[str, Budgets], objective: Scored) -> Report:
     compared = {name: Compared(budgets, objective.by_question(budgets)) for name, budgets in rivals.items()}
     num_questions = sum(map(len, compared[FOUND].scores))
+    if not num_questions:
+        raise EngineError(f"{which}: every answer on exact KV is empty: expected at least one token of one of them")
     report = Report(f"{args.objective.name}, {which}", num_questions, compared, objective.exact)
     if not args.json:
         print("\n".join(report.lines()), flush=True)

@@ -12,7 +12,9 @@ from typing import Protocol, TypeVar
 from sglang_evicpress.cli.parser import naming
 from sglang_evicpress.cli.profile.connection import connect
 from sglang_evicpress.cli.profile.offline import FILL_TOKENS, read_server
-from sglang_evicpress.core import Form
+from sglang_evicpress.core import PRESSES, Form
+from sglang_evicpress.device import checked_device
+from sglang_evicpress.geometry.checkpoint import digest_of
 from sglang_evicpress.press import get_press
 from sglang_evicpress.profiler.client import ServerEngine
 from sglang_evicpress.profiler.contexts import GivenContext
@@ -78,9 +80,18 @@ class LocalSource:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> LocalSource:
+        if PRESSES[args.press].needs_geometry:
+            raise ValueError(
+                f"--press: {args.press!r} needs what was calibrated of the model's queries, which only a server with "
+                "--kv-geometry has: expected --url, or another press"
+            )
+        folder = Path(args.model)
+        with naming("--device"):
+            checked_device(args.device)
         with naming("--model"):
-            model = LocalModel(Path(args.model), device=args.device)
-        return cls(args, model, Path(args.model).name, model.num_layers, args.model)
+            model = LocalModel(folder, device=args.device)
+            identity = f"{digest_of(folder)} {model.dtype}"
+        return cls(args, model, folder.name, model.num_layers, identity)
 
     def split(self, contexts: Sequence[GivenContext]) -> list[Split]:
         return _split(self.args, partial(self.model.tokens, self.args.prompt), contexts)
@@ -107,11 +118,11 @@ class ServerSource:
     def of(cls, args: argparse.Namespace) -> ServerSource:
         transport = connect(args.url, args.api_key, args.admin_api_key, num_retries=NUM_RETRIES)
         try:
-            identity, _ = read_server(transport, (Form(args.press, 0.5),))
-            num_layers = layers_of(transport)
+            server = read_server(transport, (Form(args.press, 0.5),))
+            num_layers = layers_of(transport, server.page_size)
         except EngineError as error:
             raise ValueError(f"--url: {error}") from None
-        return cls(args, transport, args.url, num_layers, identity.hex())
+        return cls(args, transport, args.url, num_layers, server.identity.hex())
 
     def split(self, contexts: Sequence[GivenContext]) -> list[Split]:
         return _split(self.args, partial(served_tokens, self.transport, self.args.prompt), contexts)

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
 from transformers.utils import logging
 
+from sglang_evicpress.device import checked_device
 from sglang_evicpress.press.base import PressInput, QueryWindow
 from sglang_evicpress.profiler.engine import Answer, Likelihood
 from sglang_evicpress.profiler.prompts import PromptKind
@@ -96,39 +98,47 @@ class _Attention:
         return torch.cat([past, new.expand(-1, num_heads, -1, -1)], -1)
 
 
+def _check_attention(config: PretrainedConfig) -> None:
+    """Raise ValueError for attention by chunks or windows, which is told in masks that are not made here, and for one
+    that is scaled by the number of cached tokens."""
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    told = [f"layer_types {kinds[0]!r}"] if kinds else []
+    for name in ("attention_chunk_size", "attn_temperature_tuning"):
+        told += [f"{name} {value!r}"] if (value := getattr(config, name, None)) else []
+    if told:
+        raise ValueError(f"the model has {told[0]}: expected plain causal attention in every layer")
+
+
 class LocalModel:
     """The model in ``folder``, as transformers saves it, on ``device``; in fp32 on a CPU.
 
-    Raises ValueError where it cannot be loaded, or there is no such device. Models with sliding windows, sinks in
-    attention or capped logits are refused by the first prefill.
+    Raises ValueError where it cannot be loaded, or there is no such device, and for a model whose attention sees parts
+    of a context or depends on how long the cache is. Models with sinks in attention or capped logits are refused by the
+    first prefill.
     """
 
     def __init__(self, folder: Path, *, device: str = "cpu", window: int = 32) -> None:
-        try:
-            is_there = torch.device(device).type != "cuda" or torch.cuda.is_available()
-        except RuntimeError:  # no name of a device
-            is_there = False
-        if not is_there:
-            raise ValueError(f"device {device!r} is not there: expected cpu, or cuda on a machine with a GPU")
+        place = checked_device(device)
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json: expected the folder of a model of transformers")
         self._attention = _Attention()
         name = f"evicpress-{next(_NUMBERS)}"
         AttentionInterface.register(name, self._attention)
-        dtype = torch.float32 if device == "cpu" else "auto"
+        dtype = torch.float32 if place.type == "cpu" else "auto"
         shows_progress = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()  # of reading the weights
         try:
             loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=name)
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             why = " ".join(f"{error!s:.200}".split())
             raise ValueError(f"the model in {folder} cannot be loaded ({why}): expected one of transformers") from None
         finally:
             if shows_progress:
                 logging.enable_progress_bar()
-        self._model = loaded.to(device).eval()
-        self._device = device
+        _check_attention(loaded.config.get_text_config())
+        self._model = loaded.to(place).eval()
+        self._device = place
         self._window = window
         ends = loaded.generation_config.eos_token_id
         self._ends = sorted(ends) if isinstance(ends, list) else [] if ends is None else [ends]
@@ -136,6 +146,11 @@ class LocalModel:
     @property
     def num_layers(self) -> int:
         return int(self._model.config.num_hidden_layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._model.dtype
+        return dtype
 
     def tokens(self, kind: PromptKind, text: str) -> list[int]:
         """Tokens of a prompt, as a server of this model makes them: one message of a user, or a bare text."""

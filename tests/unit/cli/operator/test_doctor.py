@@ -19,6 +19,8 @@ class Fake:
     def __init__(self, breaks: str = "") -> None:
         self.breaks = breaks
         self.node: dict[str, Any] | None = None
+        self.others: list[dict[str, Any]] = []
+        self.moved: list[str] = []
 
     def get(self, path: str) -> dict[str, Any]:
         if path == "stats":
@@ -31,7 +33,7 @@ class Fake:
         if path == "tiers":
             return {"tiers": {"gpu": {}, "host": {}}}
         if path.startswith("tree"):
-            return {"nodes": [] if self.node is None else [self.node], "next": None}
+            return {"nodes": [*([] if self.node is None else [self.node]), *self.others], "next": None}
         assert self.node is not None
         return self.node
 
@@ -39,6 +41,7 @@ class Fake:
         if path == "check":
             return {"violations": ["a slot is lost"] if self.breaks == "check" else []}
         assert self.node is not None
+        self.moved.append(path)
         if path.endswith("compress") and self.breaks != "compress":
             self.node = {**self.node, "form": body["form"], "num_slots": 128}
         if path.endswith("demote"):
@@ -55,6 +58,7 @@ class Fake:
             "num_slots": NUM_TOKENS,
             "form": "exact",
             "tier": "gpu",
+            "namespace": "9f",
         }
         kv = {"cached_tokens": NUM_TOKENS - 1 if is_known else 0, "kv_cache": {"lossy_tokens": NUM_TOKENS - 1}}
         return {"meta_info": kv, "output_ids": [1, 2]}
@@ -70,6 +74,32 @@ def test_a_sound_server_passes_every_step() -> None:
     assert [finding.state for finding in findings] == ["ok"] * 6
     assert findings[2].found == "256 slots became 128 as keydiff@0.5"
     assert findings[4].found == "255 of 256 tokens from the cache, 255 of them lossy"
+
+
+def user_node(number: int, num_tokens: int, namespace: str | None) -> dict[str, Any]:
+    return {"id": number, "num_tokens": num_tokens, "namespace": namespace, "num_slots": num_tokens, "form": "exact"}
+
+
+class Busy(Fake):
+    """Users' nodes come while the prompt is computed: new ones, and the upper half of one that was split."""
+
+    def generate(self, body: Mapping[str, object]) -> dict[str, Any]:
+        self.others = [user_node(5, 4 * NUM_TOKENS, None), user_node(6, NUM_TOKENS, "a1"), user_node(7, 9000, "new")]
+        return super().generate(body)
+
+
+def test_no_node_of_a_user_is_touched_that_came_meanwhile() -> None:
+    server: Any = Busy()
+    server.others = [user_node(3, 2 * NUM_TOKENS, "a1")]
+    assert [finding.state for finding in self_test(server)] == ["ok"] * 6
+    assert {path.split("/")[1] for path in server.moved if path != "check"} == {"4"}
+
+
+def test_a_user_who_may_be_taken_for_the_prompt_ends_the_test() -> None:
+    server: Any = Busy()
+    server.others = []
+    *_, last = self_test(server)
+    assert last.state == "FAILED" and last.found.startswith("a user's request of as many tokens") and not server.moved
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,10 @@ def test_expand_shows_tokens_by_layer(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--held-out", "nothing.jsonl"], "--held-out: nothing.jsonl cannot be read"),
         (["--model", "nothing"], "--model: nothing has no config.json: expected the folder of a model"),
         (["--sigma", "-1"], "--sigma"),
+        (["--seed", "4294967"], "--seed: '4294967': expected a whole number from 0 to 4294966"),
+        (["--device", "abacus"], "--device: device 'abacus' is not there: expected cpu"),
+        (["--press", "geometry"], "--press: 'geometry' needs what was calibrated of the model's queries"),
+        (["--journal", "/nowhere/journal"], "/nowhere"),
     ],
 )
 def test_bad_input_is_one_line(contexts: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:

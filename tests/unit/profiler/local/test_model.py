@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -184,9 +186,34 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
         LocalModel(tmp_path)
 
 
-def test_a_device_that_is_not_there_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for device in ("cuda", "abacus"):
+def test_weights_that_were_cut_off_are_refused(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match=r"cannot be loaded \(.*\): expected one of transformers"):
+        LocalModel(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attention_chunk_size", 8192),
+        ("attn_temperature_tuning", True),
+        ("layer_types", ["full_attention", "chunked_attention", "full_attention"]),
+    ],
+)
+def test_attention_that_masks_or_scales_by_itself_is_refused(
+    folder: Path, tmp_path: Path, name: str, value: object
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, name: value}))
+    with pytest.raises(ValueError, match=f"the model has {name} .*: expected plain causal attention"):
+        LocalModel(copy)
+
+
+def test_a_device_that_is_not_there_is_refused(folder: Path) -> None:
+    for device in ("cuda:99", "abacus"):
         with pytest.raises(ValueError, match=f"device '{device}' is not there: expected cpu"):
             LocalModel(folder, device=device)
 
