@@ -146,15 +146,13 @@ def _smaller_than(
 class Policy(Protocol):
     """Policy: the order of nodes and the step for the first of them.
 
-    ``name``: as it was asked for. ``menu``: the forms and tiers it chooses from. ``rises_only``: a hit never makes a
-    key of 0 or more smaller; its entry may then wait in the heap until on top. ``weighs_quality``: it chooses forms by
-    their quality; then it is only offered those whose quality is known. ``compresses``: it may choose another form
+    ``name``: as it was asked for. ``menu``: the forms and tiers it chooses from. ``weighs_quality``: it chooses forms
+    by their quality; then it is only offered those whose quality is known. ``compresses``: it may choose another form
     than the exact one.
     """
 
     name: str
     menu: Menu
-    rises_only: bool
     weighs_quality: bool
     compresses: bool
 

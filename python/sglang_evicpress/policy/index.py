@@ -17,7 +17,14 @@ MOVES_PER_LOOK = 1
 """Entries that each look for a first step sweeps, so that what it finds is the best of ever more nodes."""
 
 MOST_LOOKED = 256
-"""Nodes that were hit since they were queued, of which one look puts so many back; then the others are swept."""
+"""Nodes whose keys rose without a word, of which one look puts so many back; then the others are swept."""
+
+MOST_PASSED = 4096
+"""Entries set aside that come before the first of the others, of which the looks of one plan sweep so many: most are
+outdated."""
+
+MOST_CLEARED = 4
+"""Entries, outdated on top of a heap or set aside in order, that are swept whenever one is added."""
 
 FIRST_SWEPT = 64
 """Entries of a tier that are swept at once when a sweep begins."""
@@ -34,6 +41,9 @@ class NodeIndex:
     aside and swept, those that came first before them. ``advance`` sweeps so many of them, each look for a first step
     ``MOVES_PER_LOOK``; of what was not swept yet no step is found. No call takes longer than a number of nodes that
     does not grow with the tree, but trees of ``SMALL`` nodes are swept at once.
+
+    A hit queues a node anew, so that what was hit most is never found by an old entry. The outdated entries that this
+    leaves are set aside too, once they are many; these keep their order, so that a look first sweeps what came before.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -43,6 +53,9 @@ class NodeIndex:
         self.heaps: list[list[Entry]] = [[] for _ in range(DROPPED)]
         self._aside: list[list[list[Entry]]] = [[] for _ in range(DROPPED)]  # per tier, a heap of heaps
         self._num_aside = [0] * DROPPED
+        self._is_ordered = [True] * DROPPED  # by present keys: what was set aside is there for outdated entries alone
+        self.num_passed = 0
+        """Entries that the looks of a plan have swept out of turn."""
         self.num_bytes = [0] * DROPPED
         self.num_on = [0] * DROPPED
         self.locked_bytes = [0] * DROPPED
@@ -92,14 +105,11 @@ class NodeIndex:
     def touch(self, node_id: int, weight: float, num_hits: int, last_use: int) -> None:
         """The node was used, or is about to be, or no longer is."""
         candidate = self.candidates[node_id]
-        falls = weight < candidate.weight or num_hits < candidate.num_hits
         is_used = candidate.last_use < last_use
         candidate.weight, candidate.num_hits, candidate.last_use = weight, num_hits, last_use
         if is_used and self._watcher is not None:
             self._watcher.used(candidate)
-        gains = candidate.queued is not None and candidate.queued[0] <= 0.0  # then more weight makes the key smaller
-        if falls or gains or not self.policy.rises_only or self._aside[candidate.tier]:
-            self.requeue(candidate)
+        self.requeue(candidate, anew=True)
 
     def lock(self, node_id: int, is_locked: bool) -> None:
         """A running request takes or gives back the node."""
@@ -123,6 +133,7 @@ class NodeIndex:
         is_small = len(self.candidates) <= SMALL
         for tier in range(DROPPED):
             self._set_aside(tier)
+            self._is_ordered[tier] = not self._aside[tier]
             self._sweep(tier, self._num_aside[tier] if is_small else FIRST_SWEPT)
 
     @property
@@ -151,7 +162,7 @@ class NodeIndex:
 
     def _sweep(self, tier: int, max_entries: int) -> int:
         """Queue the nodes of the first entries that were set aside anew; returns how many entries that were."""
-        aside, batch, num_swept = self._aside[tier], list[Candidate](), 0
+        aside, batch, entries, num_swept = self._aside[tier], list[Candidate](), list[Entry](), 0
         while aside and num_swept < max_entries:
             entry = heapq.heappop(aside[0])
             heapq.heapreplace(aside, aside[0]) if aside[0] else heapq.heappop(aside)
@@ -160,10 +171,17 @@ class NodeIndex:
             if candidate is not None and candidate.queued is entry:
                 candidate.queued = None
                 batch.append(candidate)
+                entries.append(entry)
         self._num_aside[tier] -= num_swept
+        heap, is_ordered = self.heaps[tier], self._is_ordered[tier]
+        self._is_ordered[tier] = is_ordered or not aside
+        if is_ordered:
+            for candidate, entry in zip(batch, entries, strict=True):
+                candidate.queued = entry
+                heapq.heappush(heap, entry)
+            return num_swept
         if len(batch) >= PREPARED and isinstance(self.policy, Preparer):
             self.policy.prepare(batch)
-        heap = self.heaps[tier]
         for candidate in batch:
             next_step = None if candidate.is_locked else self.policy.step(candidate)
             if next_step is not None:
@@ -189,6 +207,7 @@ class NodeIndex:
         if candidate.queued is None or (entry != candidate.queued if anew else entry < candidate.queued):
             candidate.queued = entry
             heapq.heappush(self.heaps[tier], entry)
+            self._clear_top(self.heaps[tier])
             self._tidy(tier)
 
     def first(self, tier: int) -> tuple[Candidate, Step] | None:
@@ -200,6 +219,9 @@ class NodeIndex:
         while heap or aside:
             if not heap:
                 self._sweep(tier, FIRST_SWEPT)
+                continue
+            if aside and self._is_ordered[tier] and self.num_passed < MOST_PASSED and aside[0][0] < heap[0]:
+                self.num_passed += self._sweep(tier, FIRST_SWEPT)
                 continue
             entry = heap[0]
             candidate = self.candidates.get(entry[2])
@@ -231,6 +253,13 @@ class NodeIndex:
             self.heaps[tier].append(candidate.queued)
         heapq.heapify(self.heaps[tier])
 
+    def _clear_top(self, heap: list[Entry]) -> None:
+        for _ in range(MOST_CLEARED):
+            candidate = self.candidates.get(heap[0][2])
+            if candidate is not None and candidate.queued is heap[0]:
+                return
+            heapq.heappop(heap)  # never the last: the entry that was added is up to date
+
     def _tidy(self, tier: int) -> None:
         """Sweep a heap most entries of which are outdated, at the cost of whoever makes more of them."""
         most = 2 * self.num_on[tier] + _SLACK
@@ -238,6 +267,8 @@ class NodeIndex:
             self._set_aside(tier)
         if self._num_aside[tier] > most:
             self._sweep(tier, self._num_aside[tier] if most <= SMALL else 2 * MOVES_PER_LOOK)
+        elif self._aside[tier] and self._is_ordered[tier]:
+            self._sweep(tier, MOST_CLEARED)
 
     def parent(self, candidate: Candidate) -> Candidate | None:
         """None for a node below the root."""

@@ -39,13 +39,13 @@ def num_worth_loading(
 ) -> int:
     """Number of the first ``pieces`` to load, so that this and recomputing the others are done soonest.
 
-    ``pieces`` follow each other on one path, all behind what is on the GPU. Each pays its transfer's fixed cost;
-    recomputing adds to a prefill that is needed anyhow and pays none. ``overlap`` is the share of the shorter of the
-    two, loading and recomputing, that is hidden behind the longer: 0 when one begins after the other, 1 when layers are
-    computed as fast as they arrive. ``waits`` are the seconds before a tier has done what it was asked for already.
-    Of equals the fewest; 0 when recomputing all is soonest, so that what is chosen is never predicted to be slower than
-    that. Raises ValueError for an overlap outside [0, 1], a negative slack, a congestion below 1, or a tier without a
-    cost.
+    ``pieces`` follow each other on one path, all behind what is on the GPU. Those from the host come in one load, whose
+    fixed cost is paid once; each from below is read by itself, and pays its own. Recomputing adds to a prefill that is
+    needed anyhow and pays none. ``overlap`` is the share of the shorter of the two, loading and recomputing, that is
+    hidden behind the longer: 0 when one begins after the other, 1 when layers are computed as fast as they arrive.
+    ``waits`` are the seconds before a tier has done what it was asked for already. Of equals the fewest; 0 when
+    recomputing all is soonest, so that what is chosen is never predicted to be slower than that. Raises ValueError for
+    an overlap outside [0, 1], a negative slack, a congestion below 1, or a tier without a cost.
 
     A request that waits for its turn has ``slack_s`` seconds before anything of it could run: what comes up from below
     the host in that time costs nothing. What then goes from the host to the GPU does. A second of recomputing holds up
@@ -66,13 +66,15 @@ def num_worth_loading(
     rest_s = [0.0, *accumulate(prefills)]  # of the last pieces, by their number
     best, best_s = 0, congestion * rest_s.pop()
     staged_s = device_s = 0.0  # up to the host, and from there
-    left = dict(waits or {})
+    left, part = dict(waits or {}), costs.of_a_part()
+    fixed_s = costs.load[Tier.HOST].fixed_s if Tier.HOST in costs.load else 0.0
     for number, piece in enumerate(pieces, start=1):
-        load_s = costs.load_seconds(piece.tier, piece.num_bytes, piece.codec) + left.pop(piece.tier, 0.0)
+        load_s = part.load_seconds(piece.tier, piece.num_bytes, piece.codec) + left.pop(piece.tier, 0.0)
         if piece.tier == Tier.HOST:
-            device_s += load_s
+            device_s += load_s + fixed_s
+            fixed_s = 0.0
         else:
-            last_s = min(load_s, costs.load_seconds(Tier.HOST, piece.num_bytes)) if Tier.HOST in costs.load else 0.0
+            last_s = min(load_s, part.load_seconds(Tier.HOST, piece.num_bytes)) if Tier.HOST in costs.load else 0.0
             staged_s += load_s - last_s
             device_s += last_s
         recompute_s = congestion * rest_s.pop()

@@ -12,6 +12,9 @@ from sglang_evicpress.policy.layer_counts import NO_BUDGETS, LayerGroups
 
 MAX_REMEMBERED = 8192
 
+MOST_FORMS = 62
+"""On a menu, the exact one counted: sets of them are bits of a number that numpy takes."""
+
 RATIOS: Mapping[str, float] = {name: codec.ratio for name, codec in CODECS.items()}
 
 
@@ -22,8 +25,8 @@ class Menu:
     ``slot_bytes`` is what one slot takes over all layers, ``page_size`` the slots of a page; ``codec_ratio`` gives
     stored bytes over raw bytes of each codec below the GPU; on it every form is raw. ``groups``: the layers that keep
     equally many tokens, and the budgets by which forms spread them. On the GPU a slot is one of all layers, so that a
-    node takes as many as its fullest layer; below it takes what its layers keep. Raises ValueError for a form whose
-    codec has no ratio or whose budget is not one of the groups', or sizes below 1.
+    node takes as many as its fullest layer; below it takes what its layers keep. Raises ValueError for more than
+    ``MOST_FORMS``, a form whose codec has no ratio or whose budget is not one of the groups', or sizes below 1.
     """
 
     forms: tuple[Form, ...]
@@ -40,6 +43,8 @@ class Menu:
         for name in ("slot_bytes", "page_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected a whole number of at least 1")
+        if len({*self.forms, EXACT}) > MOST_FORMS:
+            raise ValueError(f"{len({*self.forms, EXACT})} forms are on the menu: expected at most {MOST_FORMS}")
         for form in self.forms:
             if form.codec not in self.codec_ratio:
                 raise ValueError(f"form {form} has no codec ratio: expected one of {', '.join(self.codec_ratio)}")

@@ -69,6 +69,7 @@ class Plan:
         lower_copies_of: Mapping[int, Sequence[LowerCopy]] | None = None,
     ) -> None:
         self.index = index
+        index.num_passed = 0
         self.lower_copies_of = lower_copies_of
         self.room = [room.get(tier, 0) for tier in Tier]
         self._room_at_first = list(self.room)
@@ -106,6 +107,7 @@ class Plan:
             needs_room = self.lower_copies_of is None and tier < step.tier < DROPPED
             if needs_room and self._weigher is not None:
                 step = self._priced(self._weigher, copy, step)
+                needs_room = step.tier < DROPPED
             if needs_room and not self._make_room(step.tier, step.num_bytes):
                 self._excluded_tiers[copy.id] = self._excluded_tiers.get(copy.id, 0) | 1 << step.tier
                 self._queue(copy)
@@ -167,7 +169,8 @@ class Plan:
 
     def _priced(self, weigher: EvicPressPolicy, copy: Candidate, step: Step) -> Step:
         """``step``, to a lower tier, or the same in the form of which the bytes pay there: each costs what that tier
-        loses next for one. In what has most utility the node would be the next to shrink there, once more of work."""
+        loses next for one. In what has most utility the node would be the next to shrink there, once more of work. A
+        drop where there is no room, and to make it would lose more."""
         price = self._price_of_room(step.tier)
         if price <= 0.0:
             return step
@@ -177,6 +180,11 @@ class Plan:
             cost = choice.loss * copy.weight + price * choice.num_bytes
             if choice.tier == step.tier and cost < least and choice.num_bytes < step.num_bytes:
                 best, least = choice, cost
+        missing = best.num_bytes - self.room[best.tier]
+        if missing > 0:
+            drops = [choice for choice in weigher.choices(copy, excluded_tiers) if choice.tier == DROPPED]
+            if drops and drops[0].loss * copy.weight < best.loss * copy.weight + price * missing:
+                return drops[0]
         return best
 
     def _price_of_room(self, tier: int) -> float:

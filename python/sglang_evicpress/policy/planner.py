@@ -119,7 +119,8 @@ class Planner:
         """
         plan = Plan(self.index, room or {}, lower_copies_of)
         try:
-            if plan.free(int(tier), num_bytes, math.inf if most_nodes is None else most_nodes) == 0:
+            missing = plan.free(int(tier), num_bytes, math.inf if most_nodes is None else most_nodes)
+            if missing == 0 and most_nodes is None:  # the search may move more
                 plan.search(int(tier), num_bytes, self.least_loss)
         finally:
             plan.close()

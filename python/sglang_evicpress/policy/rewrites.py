@@ -31,12 +31,13 @@ def plan_rewrites(policy: EvicPressPolicy, nodes: Iterable[NodeStats], price: fl
             if gain > most and saved >= LEAST_SAVED * candidate.num_bytes:
                 best, most = point, gain
         if best is not None:
-            found.append((-most / candidate.num_bytes, _decision(policy, candidate, best, most)))
+            loss = candidate.weight * (now - best[1])
+            found.append((-most / candidate.num_bytes, _decision(policy, candidate, best, loss)))
     found.sort(key=lambda item: (item[0], item[1].node_id))
     return [decision for _, decision in found]
 
 
-def _decision(policy: EvicPressPolicy, candidate: Candidate, point: tuple[int, float, int], gain: float) -> Decision:
+def _decision(policy: EvicPressPolicy, candidate: Candidate, point: tuple[int, float, int], loss: float) -> Decision:
     num_bytes, utility, index = point
     quality, tier = candidate.curve[index], Tier(candidate.tier)
     return Decision(
@@ -49,5 +50,5 @@ def _decision(policy: EvicPressPolicy, candidate: Candidate, point: tuple[int, f
         quality,
         policy.delay_s(candidate),
         policy.alpha * quality - utility,
-        -gain,
+        loss,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,10 @@ def _path(*parts: tuple[int, Tier, int], codec: str = "raw") -> list[Piece]:
 
 
 def _predicted_s(pieces: list[Piece], costs: CostSnapshot, number: int, overlap: float) -> float:
-    load_s = sum(costs.load_seconds(one.tier, one.num_bytes, one.codec) for one in pieces[:number])
+    loaded = pieces[:number]
+    load_s = sum(costs.load_seconds(one.tier, one.num_bytes, one.codec) for one in loaded)
+    num_on_host = sum(one.tier == Tier.HOST for one in loaded)
+    load_s -= max(0, num_on_host - 1) * costs.load[Tier.HOST].fixed_s if Tier.HOST in costs.load else 0.0  # one load
     recompute_s = sum(costs.prefill.marginal_seconds(one.num_tokens, one.depth_tokens) for one in pieces[number:])
     return load_s + recompute_s - overlap * min(load_s, recompute_s)
 
@@ -66,6 +70,12 @@ def test_every_piece_pays_the_fixed_cost_of_its_transfer_and_of_decoding() -> No
     assert num_worth_loading(_path(*[(4, Tier.SSD, 1)] * 2), COSTS) == 0  # 2 x 5 s against 8 s
     assert num_worth_loading(_path((7, Tier.SSD, 2), codec="int8"), COSTS) == 0  # 6 + 1.2 s against 7 s
     assert num_worth_loading(_path((8, Tier.SSD, 2), codec="int8"), COSTS) == 1
+
+
+def test_what_is_on_the_host_comes_in_one_load_however_many_nodes_it_is() -> None:
+    costs = replace(COSTS, load={Tier.HOST: TransferCost(20.0, 10.0), Tier.SSD: TransferCost(20.0, 10.0)})
+    assert num_worth_loading(_path(*[(10, Tier.HOST, 10)] * 5), costs) == 5  # 25 s against 50 s
+    assert num_worth_loading(_path(*[(10, Tier.SSD, 10)] * 5), costs) == 0  # each is read by itself: 105 s
 
 
 def test_what_overlaps_is_split_even_on_one_tier() -> None:

@@ -70,6 +70,13 @@ def test_of_a_fine_codec_everything_smaller_is_made(form: str, made: str) -> Non
     assert sorted(found) == sorted(made.split())
 
 
+def test_more_forms_than_bits_are_refused() -> None:
+    forms = [Form("keydiff", kept / 100) for kept in range(1, 63)]
+    assert len(Menu(tuple(forms[:61])).forms) == 62
+    with pytest.raises(ValueError, match="63 forms are on the menu: expected at most 62"):
+        Menu(tuple(forms))
+
+
 def test_a_codec_without_a_ratio_is_refused() -> None:
     with pytest.raises(ValueError, match=r"form keydiff@0.5\+int8 has no codec ratio: expected one of raw"):
         Menu((Form("keydiff", 0.5, "int8"),), codec_ratio={"raw": 1.0})

@@ -56,6 +56,14 @@ def test_a_node_larger_than_the_host_goes_on_to_the_ssd() -> None:
     assert _taken(planner, 300, {Tier.HOST: 50, Tier.SSD: 10}) == [(1, "drop")]
 
 
+def test_a_worthless_node_is_dropped_rather_than_pushed_down_for_the_loss_of_others() -> None:
+    """In a tree too large for a search of all of it, as in a small one."""
+    below = [make_node(i, menu=PLAIN, tier=Tier.HOST, weight=10.0, last_use=i) for i in range(2, 1500)]
+    planner = _policy(make_node(1, menu=PLAIN, tokens=10_000, weight=1e-6), *below)
+    assert _taken(planner, 10_000, {}) == [(1, "drop")]
+    assert _taken(planner, 10_000, {Tier.HOST: 10_000}) == [(1, "exact/host")]
+
+
 def test_what_is_locked_below_makes_no_room() -> None:
     planner = _policy(make_node(1, menu=PLAIN), make_node(2, menu=PLAIN, tier=Tier.HOST, is_locked=True))
     assert _taken(planner, 100, {Tier.SSD: 100}) == [(1, "exact/ssd")]

@@ -17,13 +17,23 @@ def test_a_node_weighs_more_until_its_time_is_over() -> None:
     assert held.rate(1) == 0.0 and held.advance(100.0) == []
 
 
-def test_the_longer_of_two_wins() -> None:
+def test_of_several_the_strongest_counts_for_as_long_as_it_was_asked_for() -> None:
     held = Retention()
     held.hold(1, 0.0, 100.0)
     held.hold(1, 10.0, 20.0)
-    assert held.advance(99.0) == [] and held.rate(1) == 0.01
+    held.hold(1, 10.0, 86400.0)
+    assert held.rate(1) == 0.05 and held.advance(29.0) == []
+    assert held.advance(30.0) == [1] and held.rate(1) == 0.01
+    assert held.advance(100.0) == [1] and held.rate(1) == 1 / 86400
     held.hold(1, 99.0, 10.0)
-    assert held.advance(100.0) == [] and held.rate(1) == 0.1 and held.advance(109.0) == [1]
+    assert held.rate(1) == 0.1 and held.advance(109.0) == [1] and held.advance(86410.0) == [1] and len(held) == 0
+
+
+def test_of_very_many_times_the_longest_are_kept() -> None:
+    held = Retention()
+    for seconds in range(1, 100):
+        held.hold(1, 0.0, float(seconds))
+    assert held.rate(1) == 1 / 96 and held.advance(99.0) == [1]
 
 
 def test_the_piece_of_a_split_is_retained_as_long_and_what_is_gone_is_forgotten() -> None:
@@ -43,7 +53,7 @@ def test_times_that_were_extended_are_not_kept() -> None:
     for now_s in range(5000):
         held.hold(1, float(now_s), 86400.0)
         held.hold(2, float(now_s), 86400.0)
-    assert len(held._due) < 2 * len(held) + retention.LEAST_DUE + 2
+    assert len(held._due) < 2 * retention.MOST_OF_A_NODE * len(held) + retention.LEAST_DUE + 2
     assert held.advance(4998.0 + 86400.0) == [] and held.advance(4999.0 + 86400.0) == [1, 2]
 
 

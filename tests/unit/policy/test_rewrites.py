@@ -50,7 +50,9 @@ def test_where_room_is_scarce_its_bytes_count_as_what_would_be_lost_for_them() -
     exact, other = node(1, Tier.SSD), node(2, Tier.SSD, weight=0.01, curve=(1.0, 0.0, 0.0))
     planner = planner_of(exact, other, alpha=4.0)
     assert planner.plan_rewrites([exact], Tier.SSD, PLENTY) == []
-    assert planner.plan_rewrites([exact], Tier.SSD, 0) != []
+    (decision,) = planner.plan_rewrites([exact], Tier.SSD, 0)
+    now, then = (4.0 * quality - seconds for quality, seconds in ((1.0, 0.1024), (decision.quality, decision.delay_s)))
+    assert decision.loss == pytest.approx(now - then) and decision.loss > 0.0, "the utility given up, not the price"
 
 
 def test_those_that_gain_most_come_first_and_locked_ones_and_few_bytes_never() -> None:

@@ -157,6 +157,23 @@ def test_hits_of_all_nodes_do_not_make_a_look_at_all_of_them() -> None:
     assert first is not None and first[0].id == on_gpu[-1]
 
 
+@each_policy
+def test_after_very_many_hits_a_plan_takes_what_was_not_hit(name: str) -> None:
+    """Nodes that are hit must not be found by what they were worth when they came."""
+    menu = Menu(tuple({*MENU.forms, *policy_info(name).forms}), MENU.tiers)
+    curve = [form.kept_fraction for form in menu.forms]
+    hot, cold = range(1_500), range(1_500, 1_600)
+    next_use = {**dict.fromkeys(hot, 1.0), **dict.fromkeys(cold, 1e9)}
+    planner = make_planner(name, menu, alpha=1.0, costs=COSTS, mean_curve=curve, next_use=next_use)
+    planner.add_all(make_node(i, menu=menu, last_use=i, curve=curve) for i in hot)
+    planner.add_all(make_node(i, menu=menu, last_use=i, curve=curve) for i in cold)
+    for tick in range(3):
+        for node_id in hot:
+            planner.touch(node_id, 1e3 * (tick + 2), tick + 2, 2_000 * (tick + 1) + node_id)
+    plan = planner.plan(Tier.GPU, 20 * 100)
+    assert plan and {decision.node_id for decision in plan} <= set(cold)
+
+
 def test_a_small_tree_is_swept_at_once() -> None:
     planner, _, _ = counted(index.SMALL)
     planner.refresh(OTHERS)

@@ -179,6 +179,19 @@ def test_gdsf_keys_by_hand() -> None:
     assert _victims(planner) == [4, 5, 1, 3]
 
 
+def test_a_node_that_comes_to_stand_on_another_parent_keeps_its_age() -> None:
+    planner = _policy("gdsf")
+    planner.add(make_node(1, menu=MENU, hits=1, last_use=1))
+    planner.add(make_node(2, menu=MENU, hits=5, last_use=2))
+    planner.add(make_node(3, menu=MENU, hits=3, last_use=3))
+    execute(planner, planner.plan(Tier.GPU, 1))  # 1 is dropped: the age is now 1
+    planner.add(make_node(4, menu=MENU, hits=9, last_use=9))
+    planner.add(make_node(3, 4, menu=MENU, hits=3, last_use=3))  # split off: key 3 as before, not 1 + 3
+    planner.add(make_node(5, menu=MENU, hits=2, last_use=5))  # key 1 + 2, and used later
+    assert _victims(planner)[:2] == [3, 5]
+    assert planner.policy.key(planner.index.candidates[3]) == 3.0
+
+
 def test_planning_ages_nothing() -> None:
     planner = _policy("gdsf")
     planner.add(make_node(1, menu=MENU, hits=9, last_use=1))

@@ -12,7 +12,7 @@ from tests.unit.profiler.fake_server import FakeServer, Refused, logprob_of, no,
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.client import ServerEngine
 from sglang_evicpress.profiler.engine import EngineError, ShadowLost, ShadowRefused
-from sglang_evicpress.profiler.transport import BadRequest, HttpTransport, NotThere, refusal
+from sglang_evicpress.profiler.transport import BadRequest, Conflict, HttpTransport, NotThere, refusal
 
 CONTEXT = [ord("x") + i % 5 for i in range(640)]
 KEYDIFF = Form("keydiff", 0.5)
@@ -198,7 +198,7 @@ def test_a_shadow_the_server_forgot_is_lost_but_can_be_closed(server: FakeServer
     [
         (409, "no room: 40 slots are free", ShadowRefused),
         (409, "the shadow is gone: users needed its room", ShadowLost),
-        (409, "this cache makes no shadows", EngineError),
+        (409, "this cache makes no shadows", Conflict),
         (400, "form: expected ...", BadRequest),
         (404, "shadow 3 is not open", NotThere),
         (500, "no room", EngineError),

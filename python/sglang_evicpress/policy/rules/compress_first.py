@@ -22,7 +22,6 @@ class CompressFirstPolicy:
 
     name = "compress-first"
     weighs_quality = True
-    rises_only = True
 
     def __init__(self, weigher: EvicPressPolicy, least_quality: float = 0.0) -> None:
         self._weigher = weigher

@@ -37,7 +37,6 @@ class EvicPressPolicy:
 
     name: str = "evicpress"
     weighs_quality: bool = True
-    rises_only: bool = True
 
     def __init__(self, menu: Menu, alpha: float, costs: CostSnapshot) -> None:
         self.menu = menu

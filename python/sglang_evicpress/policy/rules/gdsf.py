@@ -30,6 +30,7 @@ class GdsfPolicy(CascadePolicy):
         self.costs = costs
         self._ages = [0.0] * len(Tier)
         self._since: dict[int, tuple[int, float]] = {}
+        self._seen: dict[int, tuple[int, int]] = {}
 
     def read_costs(self, costs: CostSnapshot) -> None:
         """Take other costs; the index must be rebuilt after it."""
@@ -45,9 +46,14 @@ class GdsfPolicy(CascadePolicy):
         return age + max(1, candidate.num_hits) * cost_s / candidate.num_bytes
 
     def used(self, candidate: Candidate) -> None:
-        self._since[candidate.id] = candidate.tier, self._ages[candidate.tier]
+        """It came, was used, or stands on another parent: then it keeps its age."""
+        uses = candidate.num_hits, candidate.last_use
+        tier, _ = self._since.get(candidate.id, (None, 0.0))
+        if tier != candidate.tier or uses > self._seen[candidate.id]:
+            self._since[candidate.id] = candidate.tier, self._ages[candidate.tier]
+        self._seen[candidate.id] = uses
 
     def left(self, candidate: Candidate, tier: int) -> None:
         if tier > candidate.tier and candidate.num_bytes:
             self._ages[candidate.tier] = max(self._ages[candidate.tier], self.key(candidate))
-        del self._since[candidate.id]
+        del self._since[candidate.id], self._seen[candidate.id]

@@ -13,7 +13,6 @@ from sglang_evicpress.policy.menu import Menu
 class CascadePolicy:
     """A node goes to the next tier below that can take it, as it is; from the last one it is dropped."""
 
-    rises_only: bool = True
     compresses: bool = False
     weighs_quality: bool = False
 
@@ -101,7 +100,6 @@ class BeladyPolicy(CascadePolicy):
     """
 
     name: str = "belady"
-    rises_only: bool = False
 
     def __init__(self, menu: Menu, next_use: Mapping[int, float]) -> None:
         super().__init__(menu)

@@ -78,7 +78,6 @@ class S3FifoPolicy(CascadePolicy):
     """
 
     name: str = "s3fifo"
-    rises_only: bool = False
 
     def __init__(self, menu: Menu) -> None:
         super().__init__(menu)
