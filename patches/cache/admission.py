@@ -140,6 +140,11 @@ class Admission:
             self._queue, self._behind, self._passed_over = head, behind, {id(req) for req in passed_over}
             scheduler.waiting_queue = [req for req in head if id(req) not in self._passed_over]
 
+    @property
+    def hidden(self) -> list[Request]:
+        """Requests that wait, and are not in the queue while the next batch is made."""
+        return [req for req in self._queue if id(req) in self._passed_over] + self._behind
+
     def show_waiting(self, scheduler: HookedScheduler) -> None:
         """The queue in its order again, without those that run now; who has come since is behind."""
         if self._num_hidden:

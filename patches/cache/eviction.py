@@ -86,6 +86,14 @@ class Eviction:
         if shortfall > 0:
             self.evict(shortfall)
 
+    def make_whole_room(self, num_tokens: int) -> None:
+        """The same, but nothing is lost where that would not be enough: not for what can also be done later."""
+        if num_tokens - self.allocator.available_size() > self.ledger.evictable:
+            self.release_shadows()
+        shortfall = num_tokens - self.allocator.available_size()
+        if 0 < shortfall <= self.ledger.evictable:
+            self.evict(shortfall)
+
     def has_room(self, num_tokens: int) -> bool:
         """True if so many slots are free, or can be without a drop for want of room below."""
         shortfall = num_tokens - self.allocator.available_size()

@@ -329,9 +329,9 @@ class EvicPressCache(RadixCache):
         self.update_eviction_metrics(freed, begin)
         return EvictResult(num_tokens_evicted=freed)
 
-    def make_room(self, num_slots: int) -> None:
-        """See ``Eviction.make_room``."""
-        self.parts.eviction.make_room(num_slots)
+    def make_whole_room(self, num_slots: int) -> None:
+        """See ``Eviction.make_whole_room``."""
+        self.parts.eviction.make_whole_room(num_slots)
 
     def insert(self, params: InsertParams) -> InsertResult:
         """SGLang's insert of exact KV, a hit for every node that was there already; their slots stay the caller's."""

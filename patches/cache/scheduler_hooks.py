@@ -20,7 +20,7 @@ def _around_evict_from_tree_cache(original: Callable[..., object], tree_cache: o
     """AROUND ``evict_from_tree_cache``: SGLang 0.5.15.post1 asks ``evict`` for all the slots that it is about to take,
     free ones included, later releases for what is short of them. Our cache is asked for the shortfall."""
     if isinstance(tree_cache, EvicPressCache):
-        tree_cache.make_room(num_tokens)
+        tree_cache.parts.eviction.make_room(num_tokens)
     else:
         original(tree_cache, num_tokens)
 

@@ -45,7 +45,8 @@ def _around_init_req_max_new_tokens(
 ) -> object:
     """AROUND ``init_req_max_new_tokens``, which every request passes once: where the pool has room for what its budget
     allows, its answer may outgrow the pool."""
-    asked = req.sampling_params.max_new_tokens
+    sampling = req.sampling_params
+    asked, least = sampling.max_new_tokens, sampling.min_new_tokens
     result = original(scheduler, req)
     if req.to_finish is not None:
         return result
@@ -60,9 +61,13 @@ def _around_init_req_max_new_tokens(
         return result
     num_prompt, size = len(req.origin_input_ids), scheduler.max_total_num_tokens
     if num_alone(settings, num_prompt, scheduler.page_size) < size:
-        room = scheduler.model_config.context_len - num_prompt - 2
-        req.sampling_params.max_new_tokens = max(0, room if asked is None else min(asked, room))
-    if req.sampling_params.max_new_tokens > 1:  # one token needs no decode step
+        most = max(0, scheduler.model_config.context_len - num_prompt - 2)
+        limit = getattr(scheduler, "max_new_tokens_limit", None)  # the operator's; not on 0.5.15
+        if limit is not None and limit > 0:
+            most = min(most, limit)
+        sampling.max_new_tokens = most if asked is None else min(asked, most)
+        sampling.min_new_tokens = min(least, sampling.max_new_tokens)
+    if sampling.max_new_tokens > 1:  # one token needs no decode step
         budgets.begin(req, settings, wants_trace=wants_trace)
     return result
 
@@ -95,10 +100,9 @@ def num_needed(adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> 
     prefill = -(-(num_tokens - num_cached) // page) * page + page
     asked = num_tokens - num_cached + num_remaining(req) + page
     peak = schedule.peak(settings, page)
-    most = adder.token_to_kv_pool_allocator.size - num_cached - 1
+    most = chunked_recompute.most_slots(adder, req)
     if schedule.is_over(settings, num_tokens, page):
-        # What survives of the prompt is copied out while the prompt is still there.
-        with_copy = prefill + -(-schedule.target(settings, num_tokens, page) // page) * page
+        with_copy = chunked_recompute.num_with_copy(adder, req, state)
         if with_copy <= most:
             return max(with_copy, min(peak, most))
     return min(asked, max(prefill, min(peak, most)))
@@ -124,6 +128,8 @@ def _around_add_one_req(
     result = original(adder, req, *args, **kwargs)
     is_added = RELEASE.total_offset(adder) != offset_shown
     RELEASE.set_total_offset(adder, before + needed if is_added else before)
+    if is_added and chunked_recompute.lacks_copy(adder, req, state):
+        state.in_tree = True  # without chunks: the tree is offered nothing of it, so that passes need no copy
     return result
 
 

@@ -18,6 +18,7 @@ from sglang_evicpress.patches.compat.release import RELEASE, REQUEST_KV
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_budget.state import DecodeState, budget_of, num_shared
 from sglang_evicpress.patches.decode_budget.types import PrefillAdder, RunningBatch, WaitingRequest
+from sglang_evicpress.patches.tree.node import holes_of
 
 BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
 TOO_LONG = (
@@ -38,11 +39,34 @@ class BudgetedAdder(PrefillAdder, Protocol):
     tree_cache: BudgetedCache
 
 
+def num_with_copy(adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> int:
+    """Slots of a prefill beyond its prefix in the tree, and of what survives of it: that is copied out while all of it
+    is the tree's."""
+    num_tokens, page = len(req.full_untruncated_fill_ids), adder.page_size
+    prefill = -(-(num_tokens - REQUEST_KV.prefix_len(req)) // page) * page + page
+    return prefill + -(-schedule.target(state.settings, num_tokens, page) // page) * page
+
+
+def most_slots(adder: PrefillAdder, req: WaitingRequest) -> int:
+    """Slots of the pool beside those of its prefix in the tree, which has fewer than it has tokens where it has
+    holes."""
+    return adder.token_to_kv_pool_allocator.size - (REQUEST_KV.prefix_len(req) - holes_of(req)) - 1
+
+
+def lacks_copy(adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> bool:
+    """True if a request that was retracted fits in the pool, but not with a copy of what survives of it: it would wait
+    for that room for ever once the tree has all of its KV, and end the pool."""
+    is_over = schedule.is_over(state.settings, len(req.full_untruncated_fill_ids), adder.page_size)
+    return req.retraction_count > 0 and is_over and num_with_copy(adder, req, state) > most_slots(adder, req)
+
+
 def is_too_long(adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> bool:
     """True if a request that was retracted cannot be prefilled at once even with the pool to itself."""
     num_tokens, page = len(req.full_untruncated_fill_ids), adder.page_size
     room = adder.token_to_kv_pool_allocator.size - 2 * page
-    return req.retraction_count > 0 and num_tokens >= room and schedule.is_over(state.settings, num_tokens, page)
+    if req.retraction_count > 0 and num_tokens >= room and schedule.is_over(state.settings, num_tokens, page):
+        return True
+    return adder.rem_chunk_tokens is not None and lacks_copy(adder, req, state)
 
 
 def add_first_chunk(
@@ -51,7 +75,7 @@ def add_first_chunk(
     """``add_one_req`` with the first piece alone. Another request with chunks to come is finished before."""
     page, size = adder.page_size, adder.token_to_kv_pool_allocator.size
     # The prefix is locked and, once it is over the budget, what survives of it is copied.
-    taken = REQUEST_KV.prefix_len(req) + -(-state.settings.tokens // page) * page
+    taken = REQUEST_KV.prefix_len(req) - holes_of(req) + -(-state.settings.tokens // page) * page
     needs = None
     if adder.rem_chunk_tokens is None:
         needs = "--chunked-prefill-size"

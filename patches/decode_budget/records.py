@@ -72,6 +72,10 @@ class BudgetRecords:
         else:
             if state.trace is not None:
                 self._trace_room.end(state.trace, positions_of_row(req, state, self._device), self._ended_traces())
+            # A request that a user has aborted may be sent back once more before it ends.
+            earlier = next((each for each in self.ended if each.number == state.number), None)
+            if earlier is not None:
+                self.ended.remove(earlier)
             self.ended.append(Ended(state.number, self.describe_request(req, state), state.trace))
 
     def describe_request(self, req: BudgetedRequest, state: DecodeState) -> dict[str, object]:

@@ -35,7 +35,7 @@ class DecodeTree(Protocol):
     req_to_token_pool: RowPool
     token_to_kv_pool_allocator: PoolAllocator
 
-    def make_room(self, num_tokens: int) -> None: ...
+    def make_whole_room(self, num_slots: int) -> None: ...
     def keep_running(self, req: BudgetedRequest, token_ids: Sequence[int], *, is_chunk: bool) -> None:
         """Offer its prompt to the tree."""
 
@@ -80,7 +80,7 @@ def put_rows(
 
 def take_slots(tree: DecodeTree, num_slots: int) -> torch.Tensor | None:
     """``num_slots`` (whole pages) of the pool, of prefixes nobody uses if it is full; None without so many."""
-    tree.make_room(num_slots)
+    tree.make_whole_room(num_slots)
     return tree.token_to_kv_pool_allocator.alloc(num_slots)
 
 

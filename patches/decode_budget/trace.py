@@ -86,13 +86,13 @@ class TraceRoom:
     def _has_room(self, trace: DecodeTrace, positions: torch.Tensor, ended: list[DecodeTrace]) -> bool:
         needed = PASS_BYTES + positions.numel() * positions.element_size()
         missing = self.num_bytes + needed - self._most_bytes
+        if missing > sum(each.num_bytes for each in ended):
+            return False
         for oldest in ended:
             if missing <= 0:
                 break
             missing -= oldest.num_bytes
             oldest.passes, oldest.final, oldest.is_cut, oldest.num_bytes = [], None, True, 0
-        if missing > 0:
-            return False
         trace.num_bytes += needed
         self._traces.add(trace)
         return True

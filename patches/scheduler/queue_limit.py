@@ -53,30 +53,40 @@ _refusals: ContextVar[list[Unsupported] | None] = ContextVar("evicpress_refusals
 # ---- the scheduler
 
 
+class StartedRequest(Protocol):
+    """A request, as far as it tells whether it has a token."""
+
+    @property
+    def output_ids(self) -> Sequence[int]: ...
+    def finished(self) -> bool: ...
+
+
 class FirstTokens:
     """Times from the queue to the first token, in stamped seconds, of requests that ``limit_s`` let in."""
 
     def __init__(self, limit_s: float) -> None:
         self.margin = WaitMargin(limit_s)
-        self._queued_s: WeakKeyDictionary[object, float] = WeakKeyDictionary()
-        self._begun: list[float] = []  # when those of the last batch came to the queue
-        self._begun_s = 0.0
+        self._queued_s: WeakKeyDictionary[StartedRequest, float] = WeakKeyDictionary()
+        self._begun: list[tuple[StartedRequest, float, float]] = []  # when they came to the queue, and began
 
-    def enter(self, req: object, now_s: float) -> None:
+    def enter(self, req: StartedRequest, now_s: float) -> None:
         """The request is in the queue."""
         self._queued_s[req] = now_s
 
-    def begin(self, admitted: Sequence[object], now_s: float) -> None:
+    def begin(self, admitted: Sequence[StartedRequest], now_s: float) -> None:
         """The requests are in the batch of this round."""
-        self._begun = [self._queued_s.pop(req) for req in admitted if req in self._queued_s]
-        self._begun_s = now_s
+        self._begun += [(req, self._queued_s.pop(req), now_s) for req in admitted if req in self._queued_s]
 
     def arrive(self, now_s: float) -> None:
-        """The batch of the round before has its tokens. A clock that stood still meanwhile says nothing."""
-        if now_s > self._begun_s:
-            for queued_s in self._begun:
+        """A round begins: whoever has a first token by now is seen. With overlap that is a round later than the batch,
+        of a prompt in chunks after the last. A clock that stood still meanwhile says nothing."""
+        left = []
+        for req, queued_s, begun_s in self._begun:
+            if not req.output_ids and not req.finished():
+                left.append((req, queued_s, begun_s))
+            elif req.output_ids and now_s > begun_s:
                 self.margin.observe(now_s - queued_s)
-        self._begun = []
+        self._begun = left
 
 
 class AbortTrace(Protocol):
@@ -108,17 +118,17 @@ class QueueTimes:
         self.first_tokens = None if limit_s is None else FirstTokens(limit_s)
 
     def begin_round(self, now_s: float) -> None:
-        """The batch of the round before has its tokens."""
+        """A round begins: first tokens may have come."""
         if self.first_tokens is not None:
             self.first_tokens.arrive(now_s)
 
-    def end_round(self, now_s: float, num_waiting: int, admitted: Sequence[object]) -> None:
+    def end_round(self, now_s: float, num_waiting: int, admitted: Sequence[StartedRequest]) -> None:
         """So many users' requests wait still, and these are in the batch of this round."""
         self.turns.observe(now_s, num_waiting, len(admitted))
         if self.first_tokens is not None:
             self.first_tokens.begin(admitted, now_s)
 
-    def enter(self, req: object, num_ahead: int, now_s: float) -> float | None:
+    def enter(self, req: StartedRequest, num_ahead: int, now_s: float) -> float | None:
         """A user's request comes: None where it may wait, else the seconds that it would, and it is refused."""
         if self.limit_s is None or self.first_tokens is None:
             return None
@@ -131,12 +141,26 @@ class QueueTimes:
         return None
 
 
+class HiddenRequests(Protocol):
+    """Choice of who is passed over."""
+
+    @property
+    def hidden(self) -> list[Request]: ...
+
+
+class LimitedParts(Protocol):
+    """Parts of the cache."""
+
+    admission: HiddenRequests
+
+
 class LimitedCache(Protocol):
     """The cache, as far as it counts on the queue."""
 
     terms: LogicalTime
     queue: QueueTimes
     background: HookedGuests
+    parts: LimitedParts
 
 
 class LimitedScheduler(Protocol):
@@ -173,7 +197,9 @@ def _around_add_request_to_queue(
     limit_s = cache.queue.limit_s
     is_new_user = not (req.is_retracted or req.to_finish is not None or cache.background.is_background(req))
     if limit_s is not None and is_new_user:
-        num_ahead = len(cache.background.without_background(scheduler.waiting_queue))
+        # One with a grammar comes while a batch is made, and goes behind those that are hidden meanwhile.
+        waiting = [*scheduler.waiting_queue, *cache.parts.admission.hidden]
+        num_ahead = len(cache.background.without_background(waiting))
         wait_s = cache.queue.enter(req, num_ahead, cache.terms.now_s)
         if wait_s is not None:
             _refuse(scheduler, req, wait_s, limit_s)

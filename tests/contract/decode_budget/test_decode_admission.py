@@ -41,7 +41,7 @@ def request(num_tokens: int, max_new: int, budget: DecodeSettings | None = None,
         origin_input_ids=list(range(num_tokens - num_out)),
         output_ids=[0] * num_out,
         prefix_indices=torch.empty(0, dtype=torch.int64),
-        sampling_params=SimpleNamespace(max_new_tokens=max_new, ignore_eos=False, custom_params=None),
+        sampling_params=SimpleNamespace(max_new_tokens=max_new, min_new_tokens=0, ignore_eos=False, custom_params=None),
         kv_budget=None if budget is None else DecodeState(budget, RequestStats()),
         extra_key=None,
         retraction_count=0,
@@ -188,11 +188,31 @@ def test_a_request_that_outgrew_the_pool_is_computed_anew_in_pieces() -> None:
     assert adder.rem_total_token_offset == 64 + 2 * PAGE
 
 
-@pytest.mark.parametrize("num_tokens", [400, 470])
-def test_a_request_that_fits_is_computed_anew_at_once(num_tokens: int) -> None:
-    adder, req = Adder(chunk=None), retracted(num_tokens)
+@pytest.mark.parametrize("chunk", [None, 128])
+def test_a_request_that_fits_with_a_copy_is_computed_anew_at_once(chunk: int | None) -> None:
+    adder, req = Adder(chunk=chunk), retracted(400)
     assert adder.add_one_req(req) is AddReqResult.CONTINUE
-    assert not req.kv_budget.is_chunked
+    assert not req.kv_budget.is_chunked and not req.kv_budget.in_tree
+
+
+def test_a_request_that_fits_without_a_copy_alone_is_computed_in_pieces_or_kept_out_of_the_tree() -> None:
+    """Were its answer the tree's, what survives of it could never be copied out."""
+    whole, pieces = Adder(chunk=None), Adder()
+    one, other = retracted(470), retracted(470)
+    assert whole.add_one_req(one) is AddReqResult.CONTINUE
+    assert one.kv_budget.in_tree and not one.kv_budget.is_chunked
+    assert pieces.add_one_req(other) is AddReqResult.CONTINUE
+    assert other.kv_budget.is_chunked and pieces.new_chunked_req is other
+
+
+def test_a_prefix_with_holes_takes_the_slots_that_it_has() -> None:
+    adder, req = Adder(), retracted(600)
+    req.prefix_indices = torch.zeros(400, dtype=torch.int64)
+    adder.num_free = SLOTS - 400
+    assert adder.add_one_req(req) is AddReqResult.CONTINUE and len(adder.given_up) == 1
+    req.evicpress = PrefixView(torch.zeros(80, dtype=torch.int64), 320)
+    adder = Adder(num_free=SLOTS - 80)
+    assert adder.add_one_req(req) is AddReqResult.CONTINUE and not adder.given_up
 
 
 def test_pieces_wait_for_room_and_for_the_chunks_of_others() -> None:
@@ -258,15 +278,24 @@ def scheduler(default: DecodeSettings | None = None, groups: LayerGroups = NO_BU
     )
 
 
-def take(req: Any, params: Any, default: DecodeSettings | None = None, *, groups: LayerGroups = NO_BUDGETS) -> Any:
+def take(
+    req: Any,
+    params: Any,
+    default: DecodeSettings | None = None,
+    *,
+    groups: LayerGroups = NO_BUDGETS,
+    limit: int | None = None,
+) -> Any:
     """Take a request like SGLang: the answer is cut to what the pool has room for. Returns the scheduler."""
     made = scheduler(default, groups)
+    made.max_new_tokens_limit = limit
     req.sampling_params.custom_params = params
 
     def original(_: Any, each: Any) -> None:
         params = each.sampling_params
         num_prompt = -(-len(each.origin_input_ids) // PAGE) * PAGE
         params.max_new_tokens = max(0, min(params.max_new_tokens, SLOTS - num_prompt - PAGE - 1))
+        params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
 
     def abort(why: str) -> None:
         req.to_finish = why
@@ -282,6 +311,24 @@ def test_an_answer_may_outgrow_the_pool_but_not_the_context() -> None:
     assert req.kv_budget.settings == DecodeSettings(128)
     assert req.sampling_params.max_new_tokens == 4096 - 100 - 2
     assert made.tree_cache.decode_budgets.has_budgets and made.tree_cache.decode_budgets.totals.num_requests == 1
+
+
+def test_the_limit_of_the_operator_holds_for_requests_with_budgets() -> None:
+    for asked, limit, given in ((100_000, 1000, 1000), (500, 1000, 500), (500, 0, 500), (500, None, 500)):
+        req = request(100, asked)
+        take(req, {"kv_decode_budget": 128}, limit=limit)
+        assert req.sampling_params.max_new_tokens == given
+
+
+def test_the_least_number_of_tokens_is_restored_with_the_most() -> None:
+    req = request(100, 20_000)
+    req.sampling_params.min_new_tokens = 3000
+    take(req, {"kv_decode_budget": 128})
+    assert (req.sampling_params.min_new_tokens, req.sampling_params.max_new_tokens) == (3000, 3994)
+    req = request(100, 20_000)
+    req.sampling_params.min_new_tokens = 9000
+    take(req, {"kv_decode_budget": 128}, limit=50)
+    assert (req.sampling_params.min_new_tokens, req.sampling_params.max_new_tokens) == (50, 50)
 
 
 def test_an_exact_request_has_no_budget_and_may_not_ask_for_one() -> None:

@@ -54,6 +54,13 @@ def test_without_room_a_running_request_keeps_what_it_has() -> None:
     assert other.final is None and other.is_cut and room.num_bytes == 2 * ONE
 
 
+def test_traces_that_ended_are_not_given_up_for_one_that_is_too_large_all_the_same() -> None:
+    room, ended, large = TraceRoom(2 * ONE), DecodeTrace(), DecodeTrace()
+    room.add(ended, record(300), POSITIONS, [])
+    room.add(large, record(300), torch.zeros(3 * ONE, dtype=torch.int32), [ended])
+    assert large.is_cut and not large.passes and len(ended.passes) == 1 and not ended.is_cut
+
+
 def test_the_room_of_a_request_that_is_gone_is_free_again() -> None:
     room, trace = TraceRoom(ONE), DecodeTrace()
     room.add(trace, record(300), POSITIONS, [])

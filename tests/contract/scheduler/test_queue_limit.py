@@ -29,9 +29,14 @@ pytestmark = pytest.mark.sglang
 class FakeReq:
     def __init__(self, rid: str, *, is_retracted: bool = False, to_finish: object = None) -> None:
         self.rid, self.is_retracted, self.to_finish = rid, is_retracted, to_finish
+        self.output_ids: list[int] = []
+        self.is_over = False
         self.traced: list[object] = []
         abort = SimpleNamespace(abort=lambda abort_info: self.traced.append(abort_info))
         self.time_stats = SimpleNamespace(trace_ctx=abort, set_wait_queue_entry_time=lambda: None)
+
+    def finished(self) -> bool:
+        return self.is_over
 
 
 class FakeCache:
@@ -39,6 +44,7 @@ class FakeCache:
         self.queue = queue_limit.QueueTimes(max_queue_s)
         self.terms = SimpleNamespace(now_s=0.0)
         self.background = self
+        self.parts = SimpleNamespace(admission=SimpleNamespace(hidden=[]))
 
     def is_background(self, req: FakeReq) -> bool:
         return req.rid.startswith("background")
@@ -54,6 +60,7 @@ class FakeScheduler:
         self.tree_cache = FakeCache(max_queue_s)
         self.waiting_queue = [FakeReq(f"first {index}") for index in range(num_waiting)]
         self.num_slots = num_slots
+        self.begun: list[FakeReq] = []
         self.told: list[AbortReq] = []
         sender = SimpleNamespace(send_output=lambda message, req: self.told.append(message))
         self.ipc_channels = SimpleNamespace(send_to_tokenizer=sender)
@@ -74,8 +81,11 @@ class FakeScheduler:
             return SimpleNamespace(reqs=admitted)
 
         self.tree_cache.terms.now_s += 0.2
+        for req in self.begun:  # with overlap: the result comes after the next batch is launched
+            req.output_ids = [1]
         queued = queue_limit.begin_round(self)
         batch = (make_batch or admit)(self)
+        self.begun = [] if batch is None else list(batch.reqs)
         queue_limit.end_round(self, queued, batch)
         return batch
 
@@ -128,6 +138,37 @@ def test_of_those_admitted_few_are_late() -> None:
         waits += [scheduler.tree_cache.terms.now_s + 0.2 - queued_s.pop(req.rid) for req in batch.reqs]
     late = sum(wait_s > 6.0 for wait_s in waits[200:]) / len(waits[200:])
     assert 0.02 < late < 0.08 and len(waits) > 0.9 * 2000
+
+
+def test_a_prompt_in_chunks_has_its_first_token_after_the_last() -> None:
+    queue = queue_limit.QueueTimes(10.0)
+    watched, req = queue.first_tokens, FakeReq("long")
+    assert watched is not None
+    seen: list[float] = []
+    watched.margin.observe = seen.append
+    watched.enter(req, 1.0)
+    watched.begin([req], 2.0)
+    for now_s in (3.0, 4.0):
+        watched.arrive(now_s)
+    assert seen == []
+    req.output_ids = [5]
+    watched.arrive(5.0)
+    watched.arrive(6.0)
+    assert seen == [4.0]
+    gone = FakeReq("aborted before it had any")
+    watched.enter(gone, 6.0)
+    watched.begin([gone], 6.5)
+    gone.is_over = True
+    watched.arrive(7.0)
+    assert seen == [4.0] and not watched._begun
+
+
+def test_who_comes_while_a_batch_is_made_waits_behind_those_that_are_hidden() -> None:
+    scheduler = busy(5.0, 0)
+    scheduler.tree_cache.parts.admission.hidden = [FakeReq(f"hidden {index}") for index in range(100)]
+    assert not scheduler.add(FakeReq("with a grammar"))
+    scheduler.tree_cache.parts.admission.hidden = [FakeReq(f"background {index}") for index in range(100)]
+    assert scheduler.add(FakeReq("another"))
 
 
 def test_an_empty_queue_takes_anybody() -> None:

@@ -73,6 +73,15 @@ def test_requests_that_run_and_that_ended_are_listed_by_their_numbers() -> None:
         answers(records, first).describe_requests("c", positions=False)
 
 
+def test_one_that_was_sent_back_after_its_abort_ends_once() -> None:
+    records = BudgetRecords("cpu")
+    first, second = request(records, "a"), request(records, "b")
+    for req in (first, second, first):
+        req.to_finish = "aborted"
+        records.note_end(req, req.kv_budget)
+    assert [ended.number for ended in records.ended] == [2, 1]
+
+
 def test_positions_of_a_row_and_of_one_that_ended_are_the_same() -> None:
     records = BudgetRecords("cpu")
     req = request(records, "a")

@@ -98,6 +98,21 @@ def test_only_what_is_short_is_evicted() -> None:
     assert controller.pool.num_free == 14 and parts.has_room(20) and controller.pool.num_free == 20
 
 
+def test_nothing_is_evicted_for_less_than_the_whole_room() -> None:
+    controller, told = Controller(Pool(10), 100), list[str]()
+
+    def shadows() -> int:
+        told.append("shadows")
+        controller.pool.num_free += 5
+        return 5
+
+    parts = eviction(controller, release_shadows=shadows)
+    parts.make_whole_room(116)
+    assert not controller.asked and told == ["shadows"] and controller.pool.num_free == 15
+    parts.make_whole_room(115)
+    assert controller.pool.num_free == 115 and told == ["shadows"]
+
+
 def test_what_waiting_requests_and_shadows_keep_is_given_up_in_turn() -> None:
     controller, told = Controller(Pool(), 4), list[str]()
 
