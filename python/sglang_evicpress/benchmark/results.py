@@ -182,6 +182,14 @@ def read_run(path: Path) -> Run:
         ) from None
 
 
+def count_requests(path: Path) -> int | None:
+    """Number of requests in the file of a run; None where there is no such file."""
+    try:
+        return len(path.read_bytes().splitlines()) - 1
+    except FileNotFoundError:
+        return None
+
+
 def tree_file(path: Path) -> Path:
     """Beside the file of a run: the nodes that it left in the cache."""
     return path.with_suffix(".tree.json")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import orjson
 
-from sglang_evicpress.benchmark.results import PLAN, RUNS, SCORES, read_object, tree_file
+from sglang_evicpress.benchmark.results import PLAN, RUNS, SCORES, count_requests, read_object, tree_file
 from sglang_evicpress.benchmark.systems import System
 from sglang_evicpress.files import write_whole
 
@@ -41,12 +41,15 @@ class RunDir:
 
     # ---- the plan
 
-    def open_plan(self, plan: Mapping[str, object], *, is_fresh: bool) -> None:
+    def open_plan(
+        self, plan: Mapping[str, object], counts: Mapping[Path, int] | None = None, *, is_fresh: bool
+    ) -> None:
         """Write the plan; where runs of it are there already, ``environment`` stays that of the first time and
         ``resumed`` lists the later ones.
 
         ``is_fresh``: older runs are moved away, with their plan and scores. Without it, raises ValueError where the
-        plan has another ``identity`` than the one they were made by.
+        plan has another ``identity`` than the one they were made by, or a run of it that is there has another number of
+        requests than ``counts`` gives its file: with another number, other questions have the same index.
         """
         older = read_object(self.path / PLAN, "another --out")
         if is_fresh and older is not None:
@@ -62,6 +65,13 @@ class RunDir:
             earlier = older.get("resumed")
             resumed = [*(earlier if isinstance(earlier, list) else ()), plan["environment"]]
             plan = {**plan, "environment": older.get("environment"), "resumed": resumed}
+        for path, count in (counts or {}).items():
+            there = count_requests(path)
+            if there not in (None, count):
+                raise ValueError(
+                    f"{path} has {there} requests, and the config now asks for {count} at that rate: expected requests "
+                    f"and seconds of extra_rates as they were, another --out, or --fresh to move the runs away"
+                )
         write_whole(str(self.path / PLAN), orjson.dumps(plan, option=orjson.OPT_INDENT_2) + b"\n")
 
     def _move_away(self) -> None:

@@ -80,7 +80,12 @@ def run_all(
     """
     run_dir = RunDir(out.resolve())
     with raising_interrupts(), run_dir.locked():
-        run_dir.open_plan(plan_of(config, systems, contexts, sizes, command), is_fresh=is_fresh)
+        counts = {
+            run_dir.run_file(system, repetition, rate): num_requests(config, rate)
+            for system, repetition in product(systems, range(config.repetitions))
+            for rate in rates_of(config, system, repetition)
+        }
+        run_dir.open_plan(plan_of(config, systems, contexts, sizes, command), counts, is_fresh=is_fresh)
         bench = Bench(config, contexts, run_dir, timeout_s, launch)
         wanted = [(system, repetition) for repetition, system in product(range(config.repetitions), chosen)]
         missing = {pair: rates for pair in wanted if (rates := bench.missing(*pair))}

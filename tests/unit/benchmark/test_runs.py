@@ -230,6 +230,24 @@ def test_more_repetitions_go_on_from_fewer(tmp_path: Path) -> None:
     assert make(tmp_path, rates=[0], repetitions=3).run() == Done(num_runs=4, num_before=2, num_failed=0)
 
 
+def test_another_number_of_requests_at_a_rate_that_has_runs_is_refused(tmp_path: Path) -> None:
+    extra = {"rates": [300], "systems": ["full-cache"], "requests": 6}
+    make(tmp_path, rates=[0], repetitions=1, extra_rates=extra).run()
+    plan = (tmp_path / "out/plan.json").read_bytes()
+    for changed, count in (({"requests": 7}, 7), ({"seconds": 0.1}, 30)):
+        bench = make(tmp_path, rates=[0], repetitions=1, extra_rates={**extra, **changed})
+        with pytest.raises(
+            ValueError, match=f"0-300.jsonl has 6 requests, and the config now asks for {count} at that"
+        ):
+            bench.run()
+    assert (tmp_path / "out/plan.json").read_bytes() == plan
+    more = [{**extra, "systems": ["full-cache", "tiers-lru"]}, {"rates": [400], "systems": ["lru"], "requests": 9}]
+    bench = make(tmp_path, rates=[0], repetitions=1, systems=["full-cache", "tiers-lru", "lru"], extra_rates=more)
+    assert bench.run() == Done(num_runs=3, num_before=3, num_failed=0)
+    bench = make(tmp_path, rates=[0], repetitions=1, extra_rates={**extra, "requests": 7})
+    assert bench.run(is_fresh=True).num_runs == 3
+
+
 def test_other_contexts_are_another_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make(tmp_path, rates=[0], repetitions=1)
     bench.run()
