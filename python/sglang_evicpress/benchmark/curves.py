@@ -90,7 +90,7 @@ def gaps(one: Curve, other: Curve) -> list[Gap]:
 
 
 def comparable(summary: Summary, kinds: Iterable[str], rate: float) -> list[Cell]:
-    """Cells of these kinds with next to no failed requests."""
+    """Cells of these kinds with next to no failed or refused requests."""
     wanted = set(kinds)
     return [cell for cell in summary.at(rate) if cell.kind in wanted and cell.is_comparable]
 

@@ -16,7 +16,8 @@ QUALITIES = ("f1_full_cache", "minilm_full_cache", "f1_truth")
 
 FULL_CACHES = ("full-cache", "full-cache+attention")
 MOST_FAILED = 0.01
-"""A system that fails more of its requests than this share is not compared: those left may be the easy ones."""
+"""A system that fails or refuses more of its requests than this share is not compared: those left may be the easy
+ones, and had less of a queue to wait in."""
 
 
 NEW, NOT_WORTH, DROPPED = "new", "not_worth", "dropped"
@@ -90,12 +91,12 @@ class Work:
 class Cell:
     """One system at one rate, in one ``repetition`` or, where that is None, in all.
 
-    Times are those of complete requests, except ``ttft_p95_of_all_s``, for which any other lasts for ever; None is what
-    could not be measured. A request that was cut counts with the TTFT it had, or the time it had waited for it, so that
-    TTFT cannot look short because a queue was cut. Rates of a run that ends at a set time are those while requests
-    arrived: ``completed_rps`` counts the answers, ``goodput_rps`` those whose TTFT was within the config's limit; one
-    client offers nothing. ``over_full_cache`` compares TTFT with the full cache's, ``over_full_cache_net`` without the
-    fixed overhead of both; neither is known of one repetition.
+    Times are those of complete requests, so of none refused, except ``ttft_p95_of_all_s``, for which any other lasts
+    for ever; None is what could not be measured. A request that was cut counts with the TTFT it had, or the time it had
+    waited for it, so that TTFT cannot look short because a queue was cut. Rates of a run that ends at a set time are
+    those while requests arrived: ``completed_rps`` counts the answers, ``goodput_rps`` those whose TTFT was within the
+    config's limit; one client offers nothing. ``over_full_cache`` compares TTFT with the full cache's,
+    ``over_full_cache_net`` without the fixed overhead of both; neither is known of one repetition.
     """
 
     system: str
@@ -130,7 +131,7 @@ class Cell:
 
     @property
     def is_comparable(self) -> bool:
-        return self.ttft.mean_s is not None and self.num_failed <= MOST_FAILED * self.num_requests
+        return self.ttft.mean_s is not None and self.num_failed + self.num_refused <= MOST_FAILED * self.num_requests
 
     def record(self) -> dict[str, Any]:
         """All figures by one name each, for ``summary.json``."""
@@ -380,9 +381,12 @@ def _notes(results: Results, cells: Sequence[Cell]) -> Iterator[str]:
         yield "the answers were not scored"
     elif all(score.minilm_full_cache is None for score in results.scores.values()):
         yield "minilm was not measured: it needs sglang-evicpress[quality]"
-    failed = [cell for cell in cells if not cell.is_comparable]
-    for cell in failed:
-        yield f"{cell.system} failed {cell.num_failed} of {cell.num_requests} requests at rate {cell.rate:g}"
+    for cell in (cell for cell in cells if not cell.is_comparable):
+        at = f"of {cell.num_requests} requests at rate {cell.rate:g}"
+        if cell.num_failed:
+            yield f"{cell.system} failed {cell.num_failed} {at}"
+        if cell.num_refused:
+            yield f"{cell.system} refused {cell.num_refused} {at}: its times are those of the others, and not compared"
     late = max((cell.late_p95_s or 0.0 for cell in cells), default=0.0)
     if late > 0.05:
         yield f"the client was late: its 95th percentile reaches {1e3 * late:.0f} ms after the planned arrivals"

@@ -113,7 +113,7 @@ def times(found: Paired | None) -> str:
 
 _LATENCY_HEAD = (
     *("system", "TTFT mean, ms", "p50", "p95", "of the full cache's (95 %)", "without overhead", "overhead in TTFT"),
-    *("ITL mean, ms", "p95", "end-to-end mean, ms", "p95", "requests/s", "failed"),
+    *("ITL mean, ms", "p95", "end-to-end mean, ms", "p95", "requests/s", "refused", "failed"),
     *("F1 with the full cache", "minilm", "F1 with the truth"),
 )
 
@@ -129,7 +129,7 @@ def _latency_row(cell: Cell, summary: Summary) -> list[str]:
         share(part),
         *(ms(value) for value in (cell.itl.mean_s, cell.itl.p95_s, cell.latency.mean_s, cell.latency.p95_s)),
         number(cell.completed_rps, 2),
-        f"{cell.num_failed} of {cell.num_requests}",
+        *(f"{count} of {cell.num_requests}" for count in (cell.num_refused, cell.num_failed)),
         *(number(cell.quality(measure)) for measure in QUALITIES),
     ]
 

@@ -283,6 +283,21 @@ def test_what_fails_too_often_is_not_compared(settings: Path) -> None:
     assert best.system == "ours 1"
 
 
+def test_what_refuses_too_often_is_not_compared(settings: Path) -> None:
+    refused = [request(index, None, error="status 503: too many", is_refused=True) for index in range(1, 4)]
+    write_run(settings, "ours 2", 2, [request(0, 0.01), *refused])
+    summary = summary_of(settings)
+    assert not cell_of(settings, "ours 2").is_comparable
+    assert best_at_quality(summary, ("evicpress",), 2.0, 0.9).system == "ours 1"
+    note = "ours 2 refused 3 of 4 requests at rate 2: its times are those of the others, and not compared"
+    assert [each for each in summary.notes if "of 4 requests" in each] == [note]
+    write_report(settings)
+    lines = (settings / "tables.md").read_text().splitlines()
+    (head, *_) = (line.split(" | ") for line in lines if line.startswith("| system | TTFT mean, ms |"))
+    (row,) = (line.split(" | ") for line in lines if line.startswith("| ours 2 | 10.0 |"))
+    assert [row[head.index(name)] for name in ("refused", "failed")] == ["3 of 4", "0 of 4"]
+
+
 def test_a_kinds_curve_has_a_point_for_each_setting(settings: Path) -> None:
     found = curve(summary_of(settings), ("fixed",), 2.0)
     assert found.ttft_at(0.725) == pytest.approx(0.3)

@@ -49,12 +49,10 @@ def draw(options: argparse.Namespace, results: Results) -> None:
 
 
 def good_settings(summary: Summary, measure: str) -> list[list[Cell]]:
-    """The cells, by rate, of each system that answers, well enough, wherever it ran."""
+    """The cells, by rate, of each system that answers next to all requests, well enough, wherever it ran."""
     found = [summary.of(system["name"]) for system in summary.results.systems]
     return [
-        cells
-        for cells in found
-        if all(cell.ttft.mean_s is not None and is_good(cell, LEAST_QUALITY, measure) for cell in cells)
+        cells for cells in found if all(cell.is_comparable and is_good(cell, LEAST_QUALITY, measure) for cell in cells)
     ]
 
 
