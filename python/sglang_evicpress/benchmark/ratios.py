@@ -1,4 +1,4 @@
-"""Two systems compared by the requests that both answered: the same question, asked at the same time of a run."""
+"""Two systems compared by the requests that both took: the same question, asked at the same time of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_evicpress.benchmark.results import Results
+from sglang_evicpress.benchmark.results import MOST_FAILED, Results
 
 DRAWS = 1000
 
@@ -41,7 +41,8 @@ def paired(
 ) -> Paired | None:
     """TTFT of ``system`` over that of ``over`` at one rate; ``overhead_s`` is taken off every time before.
 
-    None where they share no request, or ``over`` takes no longer than ``overhead_s``.
+    A request that was cut counts with the time it had waited, as in the TTFT of a system. None where they share no
+    request, either refused more than next to none, or ``over`` takes no longer than ``overhead_s``.
     """
     repetitions = list(_shared(results, system, over, rate, overhead_s, family))
     if not repetitions:
@@ -65,22 +66,27 @@ def paired(
 def _shared(
     results: Results, system: str, over: str, rate: float, overhead_s: float, family: str | None
 ) -> Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Times of the requests that both answered, per repetition that both ran, in the order of arrival."""
+    """Times of the requests that both took, per repetition that both ran, in the order of arrival; none of any where
+    those refused are too many."""
     others = {run.repetition: run for run in results.runs_of(over, rate)}
-    found = []
+    found, num_shared, num_refused = [], 0, 0
     for run in results.runs_of(system, rate):
         other = others.get(run.repetition)
         if other is None:
             continue
         pairs = []
         for index in sorted(run.requests.keys() & other.requests.keys()):
-            one, right = run.requests[index], other.requests[index].ttft_s
-            if one.ttft_s is not None and right is not None and family in (None, one.family):
-                pairs.append((one.ttft_s - overhead_s, right - overhead_s))
+            one, right = run.requests[index], other.requests[index]
+            if family not in (None, one.family):
+                continue
+            num_shared += 1
+            num_refused += one.is_refused or right.is_refused
+            if one.ttft_or_waited_s is not None and right.ttft_or_waited_s is not None:
+                pairs.append((one.ttft_or_waited_s - overhead_s, right.ttft_or_waited_s - overhead_s))
         if pairs:
             columns = np.array(pairs, np.float64)
             found.append((columns[:, 0], columns[:, 1]))
-    return found
+    return found if num_refused <= MOST_FAILED * num_shared else []
 
 
 def _resampled(repetitions: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> NDArray[np.float64]:

@@ -14,6 +14,10 @@ from sglang_evicpress.benchmark.config import rates_at
 PLAN, RUNS, SCORES = "plan.json", "runs", "scores.jsonl"
 TIERS = ("gpu", "host", "ssd")
 
+MOST_FAILED = 0.01
+"""A system that fails or refuses more of its requests than this share is not compared: those left may be the easy
+ones, and had less of a queue to wait in."""
+
 _SGLANG_TIERS = {"device": "gpu", "storage": "ssd"}
 
 
@@ -41,6 +45,11 @@ class Request:
     is_cut: bool = False
     is_refused: bool = False
     waited_s: float | None = None
+
+    @property
+    def ttft_or_waited_s(self) -> float | None:
+        """TTFT, of one that was cut the time it had waited; None of one that failed or was refused."""
+        return self.waited_s if self.ttft_s is None else self.ttft_s
 
     @property
     def is_complete(self) -> bool:

@@ -8,17 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sglang_evicpress.benchmark.ratios import Paired, paired
-from sglang_evicpress.benchmark.results import TIERS, Request, Results, Run
+from sglang_evicpress.benchmark.results import MOST_FAILED, TIERS, Request, Results, Run
 from sglang_evicpress.quantiles import quantile
 
 QUALITIES = ("f1_full_cache", "minilm_full_cache", "f1_truth")
 """Measures of quality: token F1 and cosine with the full cache's answer, token F1 with the true one."""
 
 FULL_CACHES = ("full-cache", "full-cache+attention")
-MOST_FAILED = 0.01
-"""A system that fails or refuses more of its requests than this share is not compared: those left may be the easy
-ones, and had less of a queue to wait in."""
-
 
 NEW, NOT_WORTH, DROPPED = "new", "not_worth", "dropped"
 """Reasons to compute a token of a prompt that the server tells apart: it was in no tier; loading it would have taken

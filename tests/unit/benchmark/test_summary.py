@@ -114,6 +114,29 @@ def test_an_interval_holds_the_ratio_and_widens_with_the_spread(tmp_path: Path) 
     assert wild.high - wild.low > 10 * (calm.high - calm.low)
 
 
+def test_a_ratio_counts_what_was_cut_with_the_time_it_waited(tmp_path: Path) -> None:
+    write_plan(tmp_path, {"full-cache": "full-cache", "ours": "evicpress"})
+    write_run(tmp_path, "full-cache", 2, requests([0.2] * 4))
+    cut = [request(index, None, error=None, is_cut=True, end_s=index + 9.9) for index in (2, 3)]
+    write_run(tmp_path, "ours", 2, [*requests([0.1, 0.1]), *cut])
+    cell = cell_of(tmp_path)
+    assert cell.over_full_cache.ratio == pytest.approx((0.1 + 0.1 + 9.9 + 9.9) / 0.8) and cell.num_cut == 2
+    assert cell.over_full_cache.ratio == pytest.approx(cell.ttft.mean_s / 0.2)
+    assert cell.over_full_cache.num_pairs == 4
+    found = paired(read_results(tmp_path), "full-cache", "ours", 2.0, overhead_s=0.1)
+    assert found.ratio == pytest.approx(0.4 / (9.8 + 9.8))
+
+
+def test_no_ratio_where_more_than_next_to_none_is_refused(tmp_path: Path) -> None:
+    write_plan(tmp_path, {"full-cache": "full-cache", "ours": "evicpress", "few": "lru"})
+    write_run(tmp_path, "full-cache", 2, requests([0.2] * 200))
+    for name, num_refused in (("ours", 3), ("few", 2)):
+        refused = [request(index, None, is_refused=True) for index in range(num_refused)]
+        write_run(tmp_path, name, 2, [*refused, *requests([0.1] * 200)[num_refused:]])
+    assert cell_of(tmp_path).over_full_cache is None
+    assert cell_of(tmp_path, "few").over_full_cache.ratio == pytest.approx(0.5)
+
+
 def test_no_ratio_over_what_is_all_overhead(folder: Path) -> None:
     assert paired(read_results(folder), "ours", "full-cache", 2.0, overhead_s=0.2) is None
 
