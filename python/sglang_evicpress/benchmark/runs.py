@@ -73,7 +73,8 @@ def run_all(
 ) -> Done:
     """Make the runs of ``chosen``, which are some of ``systems``, that are not in ``out`` yet.
 
-    All rates of one repetition of a system run on one start of its server. ``is_fresh`` moves older runs away.
+    All rates of one repetition of a system that are missing run on one start of its server, which each run names: those
+    of a repetition that was stopped go on on another one. ``is_fresh`` moves older runs away.
     ``timeout_s`` is for one request. Raises ValueError when ``out`` has runs of another benchmark or is in use,
     ServerError when a server fails, a cache is not in order or too many requests fail, and KeyboardInterrupt, also for
     SIGTERM and SIGHUP; no server is left then, and what was complete is kept.
@@ -213,6 +214,7 @@ class Bench:
             "offered_rps": rate,
             "seconds": None if load is None else load.seconds,
             "start_s": server.start_s,
+            "start_id": server.start_id,
             "load_average": load_average,
             "commit": self._commit,
             "is_stock_checked": system.is_stock,

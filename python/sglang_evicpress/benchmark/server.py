@@ -14,6 +14,7 @@ from contextlib import suppress
 from os import getsid, kill
 from pathlib import Path
 from typing import Any, Self
+from uuid import uuid4
 
 import httpx
 import psutil  # type: ignore[import-untyped]
@@ -75,6 +76,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self.start_s = 0.0
+        self.start_id = ""
         self._env = env
         self._folder = folder
         self._timeout_s = timeout_s
@@ -95,7 +97,7 @@ class Server:
     def start(self) -> None:
         """Start and wait until ``/health`` answers. Raises ServerError when it ends or takes longer than allowed."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        begin = time.monotonic()
+        begin, self.start_id = time.monotonic(), uuid4().hex
         atexit.register(self.stop)
         try:
             with uninterrupted(), self.log.open("wb") as log:

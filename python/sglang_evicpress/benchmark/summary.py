@@ -370,6 +370,13 @@ def _notes(results: Results, cells: Sequence[Cell]) -> Iterator[str]:
     broken = sorted({run.system for run in results.runs if _is_broken(run.header.get("check"))})
     if broken:
         yield f"the cache was not in order after a run of: {', '.join(broken)}"
+    for system in results.systems:
+        for repetition, starts in sorted(_starts(results, system["name"]).items()):
+            if len(starts) > 1:
+                yield (
+                    f"{system['name']}, repetition {repetition + 1}: its rates ran on {len(starts)} starts of the "
+                    f"server, each warmed up anew"
+                )
     commits = sorted({run.header["commit"] for run in results.runs if run.header.get("commit")})
     if len(commits) > 1:
         yield f"the runs are of several commits: {', '.join(commits)}"
@@ -386,6 +393,15 @@ def _notes(results: Results, cells: Sequence[Cell]) -> Iterator[str]:
     late = max((cell.late_p95_s or 0.0 for cell in cells), default=0.0)
     if late > 0.05:
         yield f"the client was late: its 95th percentile reaches {1e3 * late:.0f} ms after the planned arrivals"
+
+
+def _starts(results: Results, system: str) -> dict[int, set[str | None]]:
+    """Repetition -> ids of the starts of a system's server that its rates ran on; None for runs that name none."""
+    starts: dict[int, set[str | None]] = {}
+    for run in results.runs:
+        if run.system == system:
+            starts.setdefault(run.repetition, set()).add(run.header.get("start_id"))
+    return starts
 
 
 def _is_broken(check: object) -> bool:

@@ -22,6 +22,7 @@ from sglang_evicpress.benchmark.contexts import Context
 from sglang_evicpress.benchmark.results import read_results
 from sglang_evicpress.benchmark.runs import Done, launch_command, run_all
 from sglang_evicpress.benchmark.server import ServerError
+from sglang_evicpress.benchmark.summary import summarise
 from sglang_evicpress.benchmark.systems import System, expand, sizes_of
 from sglang_evicpress.profiler.contexts import GivenQuestion as Question
 
@@ -197,7 +198,13 @@ def test_only_what_is_missing_is_run(tmp_path: Path) -> None:
     assert len(bench.lines("ask")) == 4 + 5  # the warm-up and one rate
     after = {name: (bench.out / "runs" / name).read_bytes() for name in bench.files()}
     assert [name for name in before if before[name] != after[name]] == ["tiers-lru/0-200.jsonl"]
-    assert len(read_results(bench.out).plan["resumed"]) == 1
+    results = read_results(bench.out)
+    assert len(results.plan["resumed"]) == 1
+    starts = {(run.system, run.repetition, run.rate): run.header["start_id"] for run in results.runs}
+    assert len(set(starts.values())) == 5
+    assert starts["tiers-lru", 1, 0.0] == starts["tiers-lru", 1, 200.0] != starts["tiers-lru", 0, 0.0]
+    note = "tiers-lru, repetition 1: its rates ran on 2 starts of the server, each warmed up anew"
+    assert [each for each in summarise(results).notes if "starts" in each] == [note]
 
 
 def test_nothing_is_started_when_nothing_is_missing(tmp_path: Path) -> None:

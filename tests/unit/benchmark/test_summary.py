@@ -235,6 +235,18 @@ def test_notes_say_what_casts_doubt(folder: Path) -> None:
     assert "ours failed 1 of 8 requests at rate 2" in notes
 
 
+def test_a_note_says_which_repetitions_ran_on_several_starts_of_the_server(folder: Path) -> None:
+    assert not [note for note in summary_of(folder).notes if "starts" in note]  # runs that name none
+    for repetition, (first, second) in enumerate((("a", "a"), ("b", "c"))):
+        write_run(folder, "ours", 0, requests([0.1] * 4), repetition, start_id=first)
+        write_run(folder, "ours", 2, requests([0.1] * 4), repetition, start_id=second)
+    write_run(folder, "full-cache", 2, requests([0.1] * 4), 1, start_id="d")
+    assert [note for note in summary_of(folder).notes if "starts" in note] == [
+        "full-cache, repetition 2: its rates ran on 2 starts of the server, each warmed up anew",
+        "ours, repetition 2: its rates ran on 2 starts of the server, each warmed up anew",
+    ]
+
+
 def test_a_run_that_is_not_complete_does_not_count(folder: Path) -> None:
     path = folder / "runs" / "ours" / "1-2.jsonl"
     path.rename(path.with_suffix(".part"))
