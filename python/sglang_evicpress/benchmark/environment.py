@@ -17,13 +17,17 @@ _QUESTION_S = 30.0
 
 def environment(command: str) -> dict[str, object]:
     """``started`` is now, in UTC."""
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"command": command, **provenance(), "started": started}
+
+
+def provenance() -> dict[str, object]:
+    """The part that every run names: runs that differ in it are not of one measurement."""
     return {
-        "command": command,
         "versions": {**{name: _version(name) for name in _PACKAGES}, "python": platform.python_version()},
         "commit": commit(),
         "machine": machine(),
         "num_cpus": len(os.sched_getaffinity(0)),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 

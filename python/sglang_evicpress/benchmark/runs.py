@@ -17,7 +17,7 @@ from typing import Any
 from sglang_evicpress.benchmark.client import TIMEOUT_S, Outcome, drive, keep_asking
 from sglang_evicpress.benchmark.config import Config
 from sglang_evicpress.benchmark.contexts import Context
-from sglang_evicpress.benchmark.environment import commit, environment
+from sglang_evicpress.benchmark.environment import environment, provenance
 from sglang_evicpress.benchmark.interrupts import raising_interrupts
 from sglang_evicpress.benchmark.profiling import Profiles
 from sglang_evicpress.benchmark.run_dir import RunDir
@@ -113,7 +113,7 @@ class Bench:
         self._run_dir = run_dir
         self._timeout_s = timeout_s
         self._launch = launch
-        self._commit = commit()
+        self._provenance = provenance()
 
     def missing(self, system: System, repetition: int) -> list[float]:
         """The rates that were not run yet."""
@@ -216,7 +216,7 @@ class Bench:
             "start_s": server.start_s,
             "start_id": server.start_id,
             "load_average": load_average,
-            "commit": self._commit,
+            **self._provenance,
             "is_stock_checked": system.is_stock,
             "tree_core": "evicpress" if system.has_policy else server.tree_core,
             "stats": after.get("stats"),

@@ -380,6 +380,7 @@ def _notes(results: Results, cells: Sequence[Cell]) -> Iterator[str]:
     commits = sorted({run.header["commit"] for run in results.runs if run.header.get("commit")})
     if len(commits) > 1:
         yield f"the runs are of several commits: {', '.join(commits)}"
+    yield from _other_places(results)
     if not results.scores:
         yield "the answers were not scored"
     elif all(score.minilm_full_cache is None for score in results.scores.values()):
@@ -402,6 +403,19 @@ def _starts(results: Results, system: str) -> dict[int, set[str | None]]:
         if run.system == system:
             starts.setdefault(run.repetition, set()).add(run.header.get("start_id"))
     return starts
+
+
+def _other_places(results: Results) -> Iterator[str]:
+    """A note for versions, and one for machines, where runs differ in them; runs that name none are of the plan's."""
+    first = results.plan.get("environment") or {}
+    places = [run.header if "versions" in run.header else first for run in results.runs]
+    for name in dict.fromkeys(name for place in places for name in place.get("versions") or ()):
+        versions = sorted({place["versions"][name] for place in places if name in (place.get("versions") or ())})
+        if len(versions) > 1:
+            yield f"the runs are of several versions of {name}: {', '.join(versions)}"
+    machines = sorted({f"{place['machine']}, {place.get('num_cpus')} CPUs" for place in places if "machine" in place})
+    if len(machines) > 1:
+        yield f"the runs are of several machines: {' / '.join(machines)}"
 
 
 def _is_broken(check: object) -> bool:

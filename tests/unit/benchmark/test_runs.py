@@ -150,6 +150,8 @@ def test_a_run_says_what_was_seen(tmp_path: Path) -> None:
     assert header["check"] == {"ok": True, "violations": []}
     assert (header["is_stock_checked"], header["tree_core"]) == (False, "evicpress")
     assert header["start_s"] > 0 and header["took_s"] > 0 and len(header["load_average"]) == 3
+    first = read_results(bench.out).plan["environment"]
+    assert {name: header[name] for name in ("versions", "commit", "machine", "num_cpus")}.items() <= first.items()
     nodes = orjson.loads((bench.out / "runs/tiers-lru/0-200.tree.json").read_bytes())
     assert [(node["tier"], node["num_tokens"]) for node in nodes] == [("gpu", 10), ("gpu", 5), ("ssd", 8)]
     assert not (bench.out / "runs/full-cache/0-200.tree.json").exists()

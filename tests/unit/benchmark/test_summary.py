@@ -247,6 +247,18 @@ def test_a_note_says_which_repetitions_ran_on_several_starts_of_the_server(folde
     ]
 
 
+def test_notes_say_where_runs_are_of_several_versions_and_machines(folder: Path) -> None:
+    same = {"versions": {"sglang": "1.2.3", "python": "3.11"}, "machine": "a machine", "num_cpus": 2}
+    write_run(folder, "ours", 0, requests([0.1] * 4), 1, **same)
+    assert not [note for note in summary_of(folder).notes if "several" in note]  # the others are of the plan's
+    versions = {"sglang": "1.3.0", "python": "3.11"}
+    write_run(folder, "ours", 2, requests([0.1] * 4), 1, **{**same, "versions": versions, "num_cpus": 4})
+    assert [note for note in summary_of(folder).notes if "several" in note] == [
+        "the runs are of several versions of sglang: 1.2.3, 1.3.0",
+        "the runs are of several machines: a machine, 2 CPUs / a machine, 4 CPUs",
+    ]
+
+
 def test_a_run_that_is_not_complete_does_not_count(folder: Path) -> None:
     path = folder / "runs" / "ours" / "1-2.jsonl"
     path.rename(path.with_suffix(".part"))
