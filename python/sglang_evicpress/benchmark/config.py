@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
@@ -14,14 +15,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     model_validator,
 )
 
+from sglang_evicpress.benchmark.arrivals import read_trace
 from sglang_evicpress.core import CODECS, EXACT, PRESSES, Form
 from sglang_evicpress.files import read_text
-from sglang_evicpress.search.form_budgets import beside, name_budgets
+from sglang_evicpress.search.form_budgets import beside, budget_path, name_budgets
 from sglang_evicpress.validation import fields_of, sentence
 
 CONTROLS = ("full-cache+attention", "prefill-only+attention", "lru+attention")
@@ -49,20 +52,8 @@ _OWN_FLAGS = (
 """Given by the benchmark to each system, so not to be given for all."""
 
 _WHICH_RUNS = (
-    *(
-        "path",
-        "name",
-        "systems",
-        "repetitions",
-        "once",
-        "alphas",
-        "qualities",
-        "presses",
-        "kept",
-        "codecs",
-        "extra_rates",
-        "ttft_limit_s",
-    ),
+    *("path", "name", "systems", "repetitions", "once", "alphas", "qualities", "presses", "kept", "codecs"),
+    *("extra_rates", "ttft_limit_s"),
 )
 
 
@@ -180,6 +171,17 @@ def _not_ours(flags: tuple[str, ...]) -> tuple[str, ...]:
     return flags
 
 
+def _digests(paths: Iterable[Path]) -> dict[str, str]:
+    return {str(path): sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # no name of a file is so long
+        return False
+
+
 T = TypeVar("T")
 Text = Annotated[str, BeforeValidator(_text)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
@@ -285,7 +287,8 @@ class Workload(_Settings):
     Contexts of more than ``tokens`` tokens are left out. ``template`` holds ``{context}`` and ``{question}``.
     ``warm_up``: how often each context is asked about unmeasured before the first rate. Contexts are asked about by
     rank ** -``popularity``. ``arrivals`` have the gaps of a Poisson process, of a gamma distribution (of shape 1 it is
-    a Poisson process, of less it comes in bursts), or of the file of a trace.
+    a Poisson process, of less it comes in bursts), or of the file of a trace, which is read once: its times are
+    ``trace_s``.
     """
 
     contexts: Source = Field(title="file or command")
@@ -301,6 +304,25 @@ class Workload(_Settings):
     arrivals: Annotated[Text, AfterValidator(_arrivals)] = Field(
         "poisson", title="poisson, gamma SHAPE (above 0; 1 is poisson, less comes in bursts), or trace FILE.csv"
     )
+
+    _trace_s: tuple[float, ...] = PrivateAttr(())
+    _files_sha256: dict[str, str] = PrivateAttr({})
+
+    @model_validator(mode="after")
+    def _read_trace(self) -> Self:
+        if self.trace is not None:
+            self._trace_s = tuple(read_trace(self.trace))
+            self._files_sha256 = _digests([self.trace])
+        return self
+
+    @property
+    def trace_s(self) -> tuple[float, ...]:
+        return self._trace_s
+
+    @property
+    def files_sha256(self) -> Mapping[str, str]:
+        """Path of the trace, if there is one -> digest of its content."""
+        return self._files_sha256
 
     @property
     def trace(self) -> Path | None:
@@ -353,6 +375,21 @@ class Config(_Settings):
     load: Load | None = Field(None, title="of_saturation, reference and seconds")
     ttft_limit_s: Positive | None = Field(None, title="seconds above 0")
 
+    _files_sha256: dict[str, str] = PrivateAttr({})
+
+    @model_validator(mode="after")
+    def _read_files(self) -> Self:
+        budgets = [Path(path) for form in self.forms.split(",") if (path := budget_path(form)) is not None]
+        words = [word.removeprefix("@") for flag in self.policy_flags for word in flag.split("=", 1)]
+        named = [self.path.resolve().parent / word for word in words]
+        self._files_sha256 = _digests([*budgets, *filter(_is_file, named)])
+        return self
+
+    @property
+    def files_sha256(self) -> Mapping[str, str]:
+        """Path of a file that servers read, by ``forms`` or ``policy_flags`` -> digest of its content."""
+        return self._files_sha256
+
     def saturated_at(self, rps: float) -> Config:
         """With the rates of ``load`` for a saturation of so many requests/s. Raises ValueError without a load."""
         if self.load is None:
@@ -400,9 +437,10 @@ class Config(_Settings):
 
     def identity(self) -> dict[str, Any]:
         """The part of ``record`` that two benchmarks share whose runs may lie in one folder: all but which systems run
-        and how often."""
+        and how often; with the content of the files that it names, where it names any."""
         kept = {name: value for name, value in self.record().items() if name not in _WHICH_RUNS}
-        return {**kept, "forms": self.forms}
+        files = {**self.workload.files_sha256, **self.files_sha256}
+        return {**kept, "forms": self.forms, **({"files_sha256": files} if files else {})}
 
 
 def load_config(path: Path) -> Config:

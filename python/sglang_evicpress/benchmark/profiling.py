@@ -79,6 +79,7 @@ class Profiles:
             "forms": config.forms,
             "max_new_tokens": config.workload.max_new_tokens,
             "training": sha256(self._training.read_bytes()).hexdigest(),
+            **({"files": dict(config.files_sha256)} if config.files_sha256 else {}),
         }
         return orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)
 

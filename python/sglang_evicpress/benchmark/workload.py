@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from sglang_evicpress.benchmark.arrivals import poisson, read_trace, spread, stretched
+from sglang_evicpress.benchmark.arrivals import poisson, spread, stretched
 from sglang_evicpress.benchmark.config import Config
 from sglang_evicpress.benchmark.contexts import Context
 from sglang_evicpress.files import write_whole
@@ -52,7 +52,7 @@ def plan(
     """The requests of one rate of one repetition (counted from 0), in order of arrival; ``count`` of one client.
 
     Which contexts are popular is the same in all of them, and says nothing about their families. About a context no
-    question is asked again before all others were. Raises ValueError for a trace of arrivals that cannot be read.
+    question is asked again before all others were. Raises ValueError for a stretch of a trace that takes no time.
     """
     draw = random.Random(f"requests {config.workload.seed} {repetition} {rate:g}")
     times = [0.0] * count if count is not None else _times(config, draw, repetition, rate)
@@ -133,7 +133,7 @@ def _times(config: Config, draw: random.Random, repetition: int, rate: float) ->
         return [0.0] * count  # one client sends each request when it has the answer to the one before
     seconds = config.load.seconds if config.load is not None and is_loaded(config, rate) else None
     if work.trace is not None:
-        return stretched(read_trace(work.trace), count, rate if seconds is None else count / seconds, repetition)
+        return stretched(work.trace_s, count, rate if seconds is None else count / seconds, repetition)
     if seconds is None and work.gaps_shape == 1.0:
         return poisson(count, rate, draw)
     return spread(count, count / rate if seconds is None else seconds, work.gaps_shape, draw)

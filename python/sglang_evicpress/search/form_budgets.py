@@ -39,10 +39,15 @@ def budget_name(path: str, file: BudgetFile) -> str:
 
 def beside(text: str, folder: Path) -> str:
     """The text of a form, with the path of its budget file taken from ``folder`` and absolute."""
-    base, path, codec = _parts(text)
-    if path in ("", UNIFORM, PYRAMID):
-        return text.strip()
-    return f"{base}:{(folder / path).resolve()}{codec}"
+    base, _, codec = _parts(text)
+    path = budget_path(text)
+    return text.strip() if path is None else f"{base}:{(folder / path).resolve()}{codec}"
+
+
+def budget_path(text: str) -> str | None:
+    """The path of a form's budget file; None for a form without one."""
+    path = _parts(text)[1]
+    return None if path in ("", UNIFORM, PYRAMID) else path
 
 
 def _parts(text: str) -> tuple[str, str, str]:

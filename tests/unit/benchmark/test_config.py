@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import yaml
 
 from sglang_evicpress.benchmark.config import DEFAULT_KEPT, DEFAULT_PRESSES, KINDS, Config, Memory, load_config
+from sglang_evicpress.search.budget_file import BudgetFile, write_budget_file
 
 ROOT = Path(__file__).parents[3]
 LEAST = {"model": "org/name", "contexts": {"command": ["python", "-c", "0"]}, "requests": 5, "memory": {"gpu": 0.1}}
@@ -43,8 +45,8 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
 def test_paths_are_beside_the_file(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "in").mkdir()
-    for name in ("c.jsonl", "t.csv"):
-        (tmp_path / "in" / name).touch()
+    (tmp_path / "in" / "c.jsonl").touch()
+    (tmp_path / "in" / "t.csv").write_text("1\n2\n")
     config = load(tmp_path, model="model", contexts={"file": "in/c.jsonl"}, arrivals="trace in/t.csv")
     assert config.model == str(tmp_path / "model")
     assert (
@@ -85,6 +87,37 @@ def test_the_record_is_json_and_the_identity_leaves_out_which_systems_run(tmp_pa
         other = load(tmp_path, profiles={"questions": 2, "forms": "keydiff@0.5"}, **changed)
         assert other.identity() != config.identity()
     assert load(tmp_path, kept=[0.5]).identity() != load(tmp_path, kept=[0.4]).identity()  # without profiles: its forms
+
+
+def test_the_identity_has_the_content_of_the_files_that_are_named(tmp_path: Path) -> None:
+    assert "files_sha256" not in load(tmp_path).identity()  # as in folders of earlier versions
+    (tmp_path / "t.csv").write_text("1\n2\n")
+    (tmp_path / "prior.json").write_text("{}")
+    write_budget_file(str(tmp_path / "b.json"), BudgetFile((0.5, 1.5), 10, {}))
+    given = {
+        "arrivals": "trace t.csv",
+        "profiles": {"questions": 1, "forms": ["knorm@0.5:b.json", "knorm@0.2:pyramid"]},
+        "policy_flags": ["--kv-sinks", "8", "--kv-quality-curves=prior.json"],
+    }
+    config = load(tmp_path, **given)
+    assert config.workload.trace_s == (1.0, 2.0)
+    digests = {
+        str(tmp_path / name): sha256((tmp_path / name).read_bytes()).hexdigest()
+        for name in ("t.csv", "b.json", "prior.json")
+    }
+    assert config.identity()["files_sha256"] == digests
+    assert load(tmp_path, **given).identity() == config.identity()
+    (tmp_path / "t.csv").write_text("1\n3\n")
+    assert load(tmp_path, **given).identity() != config.identity()
+    assert load(tmp_path, **given).files_sha256 == config.files_sha256  # which profiles depend on
+    write_budget_file(str(tmp_path / "b.json"), BudgetFile((1.5, 0.5), 10, {}))
+    assert load(tmp_path, **given).files_sha256 != config.files_sha256
+
+
+def test_a_trace_with_a_bad_line_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("1\n2\nlater\n")
+    with pytest.raises(ValueError, match="this.yaml: .*t.csv line 3 begins with 'later': expected a time"):
+        load(tmp_path, arrivals="trace t.csv")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from sglang_evicpress.benchmark.server import ServerError
 from sglang_evicpress.benchmark.summary import summarise
 from sglang_evicpress.benchmark.systems import System, expand, sizes_of
 from sglang_evicpress.profiler.contexts import GivenQuestion as Question
+from sglang_evicpress.search.budget_file import BudgetFile, write_budget_file
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
 CONTEXTS = [
@@ -266,6 +267,14 @@ def test_other_contexts_are_another_benchmark(tmp_path: Path, monkeypatch: pytes
         bench.run()
 
 
+def test_another_trace_at_the_same_path_is_another_benchmark(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("1\n2\n4\n")
+    make(tmp_path, repetitions=1, arrivals="trace t.csv").run()
+    (tmp_path / "t.csv").write_text("1\n2\n3\n")
+    with pytest.raises(ValueError, match="which differs in files_sha256: expected another --out"):
+        make(tmp_path, repetitions=1, arrivals="trace t.csv").run()
+
+
 def test_a_folder_is_used_by_one_benchmark_at_a_time(tmp_path: Path) -> None:
     import fcntl
 
@@ -403,6 +412,17 @@ def test_profiles_are_measured_once_before_the_runs_that_need_them(
     other.run(is_fresh=True)
     assert other.lines("profile") == ["knorm@0.5 4", "knorm@0.2 4"]
     assert (bench.out / "profiles.log").read_text() == "measured\n"  # the older ones are gone
+
+
+def test_profiles_by_another_budget_file_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_CLI", PROFILER.replace("STATUS", "0"))
+    given = {"rates": [0], "repetitions": 1, "systems": ["evicpress"]}
+    for number, shares in enumerate(((0.5, 1.5), (1.5, 0.5)), start=1):
+        write_budget_file(str(tmp_path / "b.json"), BudgetFile(shares, 10, {}))
+        bench = make(tmp_path, **given, profiles={"questions": 1, "forms": "knorm@0.5:b.json"})
+        for _ in range(2):
+            bench.run(is_fresh=True)
+            assert len(bench.lines("profile")) == number
 
 
 def test_interrupted_profiling_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
