@@ -49,7 +49,7 @@ _OWN_FLAGS = (
     *("--disable-radix-cache", "--enable-hierarchical-cache", "--kv-policy", "--kv-policy-config"),
     *("--kv-alpha", "--kv-quality", "--kv-forms", "--kv-profile-path", "--kv-host-gb", "--kv-ssd-dir", "--kv-ssd-gb"),
 )
-"""Given by the benchmark to each system, so not to be given for all."""
+"""Given by the benchmark to each system, so not to be given for all, nor by their first letters, which SGLang takes."""
 
 _WHICH_RUNS = (
     *("path", "name", "systems", "repetitions", "once", "alphas", "qualities", "presses", "kept", "codecs"),
@@ -164,10 +164,13 @@ def _compressed(value: object, info: ValidationInfo[Path]) -> str:
     return ",".join(dict.fromkeys(name if form.is_uneven else str(form) for name, form in has_path))
 
 
-def _not_ours(flags: tuple[str, ...]) -> tuple[str, ...]:
+def _not_ours(flags: tuple[str, ...], info: ValidationInfo[Path]) -> tuple[str, ...]:
     for flag in flags:
-        if flag.partition("=")[0] in _OWN_FLAGS:
-            raise ValueError(f"server has {flag!r}, which the benchmark gives to each system: expected none of these")
+        name = flag.partition("=")[0]
+        if len(name) > 2 and name.startswith("--") and any(own.startswith(name) for own in _OWN_FLAGS):
+            raise ValueError(
+                f"{info.field_name} has {flag!r}, which the benchmark gives to each system: expected none of these"
+            )
     return flags
 
 
@@ -351,7 +354,7 @@ class Config(_Settings):
     model: Annotated[Text, AfterValidator(_model)] = Field(title="a folder beside this file, or a hub name")
     server: Annotated[Words, AfterValidator(_not_ours)] = Field((), title="flags of sglang.launch_server")
     env: Annotated[Mapping[Text, str], BeforeValidator(_variables)] = Field({}, title="a mapping of variables to texts")
-    policy_flags: Words = Field((), title="kv flags of sglang.launch_server")
+    policy_flags: Annotated[Words, AfterValidator(_not_ours)] = Field((), title="kv flags of sglang.launch_server")
     rates: Several[Number] = Field((0.0,), title="a list of requests/s, 0 for one client at a time", min_length=1)
     repetitions: int = Field(1, title="a whole number from 1 to 1000", ge=1, le=1000)
     memory: Memory = Field(title="gpu, host and ssd")

@@ -164,6 +164,9 @@ def test_a_trace_with_a_bad_line_is_refused_before_anything_runs(tmp_path: Path)
         ({"server": "--a 'b"}, "server is .*: expected flags"),
         ({"server": ["--port", 1]}, "server has '--port', which the benchmark gives"),
         ({"server": ["--kv-policy=lru"]}, "server has '--kv-policy=lru', which the benchmark gives"),
+        ({"server": ["--max-total", 1]}, "server has '--max-total', which the benchmark gives"),
+        ({"policy_flags": ["--kv-alpha", 7]}, "policy_flags has '--kv-alpha', which the benchmark gives"),
+        ({"policy_flags": "--kv-sinks 8 --max-total-tokens=9"}, "policy_flags has '--max-total-tokens=9', which the"),
         ({"ssd_bandwidth": 0}, "ssd_bandwidth is 0: expected bytes/s"),
     ],
 )
