@@ -116,14 +116,15 @@ def capacity(
     summary: Summary, system: str, limit_s: float, *, least: float = 0.8, measure: str = "f1_full_cache"
 ) -> Capacity | None:
     """Up to where the 95th percentile of TTFT stays within ``limit_s`` and quality at ``least``, on straight lines
-    between rates; failed requests count as endless. It ends at the first rate that fails, whatever is above it.
-    None without a rate at which quality is known.
+    between rates; failed requests count as endless. It ends at the first rate that fails, whatever is above it, and one
+    of which quality or TTFT are not known does. None without a rate at which both are.
     """
     last: Cell | None = None
-    for cell in summary.of(system):
-        if cell.quality(measure) is None or cell.ttft_p95_of_all_s is None:
-            continue
-        if cell.ttft_p95_of_all_s > limit_s or not is_good(cell, least, measure):
+    cells = summary.of(system)
+    if all(cell.quality(measure) is None or cell.ttft_p95_of_all_s is None for cell in cells):
+        return None
+    for cell in cells:
+        if cell.ttft_p95_of_all_s is None or cell.ttft_p95_of_all_s > limit_s or not is_good(cell, least, measure):
             return Capacity(system, 0.0 if last is None else _crossing(last, cell, limit_s, least, measure), False)
         last = cell
     return None if last is None else Capacity(system, last.rate, True)
@@ -136,11 +137,12 @@ def unloaded_p95(summary: Summary, system: str) -> float | None:
 
 
 def _crossing(below: Cell, above: Cell, limit_s: float, least: float, measure: str) -> float:
-    """The rate between the two at which the first of the limits is met."""
+    """The rate between the two at which the first of the limits is met; the one below where the other's figures are not
+    known."""
     rates = [above.rate]
-    p95 = (below.ttft_p95_of_all_s or 0.0, above.ttft_p95_of_all_s or 0.0)
-    if p95[1] == float("inf"):
+    if above.quality(measure) is None or above.ttft_p95_of_all_s in (None, float("inf")):
         return below.rate
+    p95 = (below.ttft_p95_of_all_s or 0.0, above.ttft_p95_of_all_s or 0.0)
     if p95[1] > limit_s:
         rates.append(_between(limit_s, *p95, below.rate, above.rate))
     quality = (below.quality(measure) or 0.0, above.quality(measure) or 0.0)

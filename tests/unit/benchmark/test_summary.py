@@ -376,6 +376,17 @@ def test_failures_end_capacity_at_the_level_below(settings: Path) -> None:
     assert (found.rps, found.is_at_least) == (2.0, False)
 
 
+def test_a_rate_without_quality_ends_capacity(settings: Path) -> None:
+    write_run(settings, "ours 1", 3, requests([0.1] * 4))  # not scored
+    found = capacity(summary_of(settings), "ours 1", 0.3)
+    assert (found.rps, found.is_at_least) == (2.0, False)
+    write_run(settings, "ours 1", 3, requests([None] * 4))
+    found = capacity(summary_of(settings), "ours 1", 0.3)
+    assert (found.rps, found.is_at_least) == (2.0, False)
+    (settings / "scores.jsonl").unlink()
+    assert capacity(summary_of(settings), "ours 1", 0.3) is None
+
+
 def test_unloaded_is_with_one_client(settings: Path) -> None:
     assert unloaded_p95(summary_of(settings), "fixed high") == pytest.approx(0.1)
 
