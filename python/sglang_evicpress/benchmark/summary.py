@@ -349,9 +349,14 @@ def _notes(results: Results, cells: Sequence[Cell]) -> Iterator[str]:
     config = results.plan.get("config", {})
     once, wanted, missing = config.get("once") or (), int(config.get("repetitions") or 1), 0
     for system in results.plan["systems"]:
-        repetitions = 1 if {system["name"], system["kind"]} & set(once) else wanted
-        for rate in config.get("rates") or ():
+        names = {system["name"], system["kind"]}
+        repetitions = 1 if names & {*once} else wanted
+        rates = config.get("rates") or ()
+        for rate in rates:
             missing += max(0, repetitions - len(results.runs_of(system["name"], rate)))
+        extra = [each for each in config.get("extra_rates") or () if names & {*each["systems"]}]
+        for rate in {rate for each in extra for rate in each["rates"]} - {*rates}:  # in the first repetition
+            missing += not results.runs_of(system["name"], rate)
     if missing:
         yield f"{missing} runs of the plan are missing"
     for left in results.plan.get("left_out") or ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from itertools import pairwise
@@ -93,9 +93,22 @@ def sizes_of(config: Config, working_set_tokens: int, kv_bytes_per_token: int) -
 
 
 def expand(config: Config, sizes: Sizes, folder: Path) -> list[System]:
-    """Every system of the config that runs on this machine, in its order; their files go below ``folder``."""
+    """Every system of the config that runs on this machine, in its order; their files go below ``folder``. Raises
+    ValueError for ``extra_rates`` of what is no system of the config."""
     shelf, out = _Shelf(config, sizes, folder), left_out(config)
-    return [system for kind in config.systems if kind not in out for system in shelf.systems(kind)]
+    systems = [system for kind in config.systems if kind not in out for system in shelf.systems(kind)]
+    known = names_of(systems)
+    for name in (name for extra in config.extra_rates for name in extra.systems):
+        if name not in known and name not in out:
+            raise ValueError(
+                f"{config.path}: extra_rates: systems has {name!r:.100}: expected some of {', '.join(known)}"
+            )
+    return systems
+
+
+def names_of(systems: Iterable[System]) -> list[str]:
+    """Words that a system is chosen by: its kind, and its name."""
+    return list(dict.fromkeys(name for system in systems for name in (system.kind, system.name)))
 
 
 def profiling_system(config: Config, sizes: Sizes, folder: Path) -> System:

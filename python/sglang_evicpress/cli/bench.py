@@ -15,7 +15,7 @@ from sglang_evicpress.benchmark.quality import score_runs
 from sglang_evicpress.benchmark.runs import run_all
 from sglang_evicpress.benchmark.saturation import at_saturation
 from sglang_evicpress.benchmark.server import ServerError
-from sglang_evicpress.benchmark.systems import Sizes, System, expand, left_out, sizes_of
+from sglang_evicpress.benchmark.systems import Sizes, System, expand, left_out, names_of, sizes_of
 from sglang_evicpress.benchmark.tables import TABLES, write_report
 from sglang_evicpress.cli.output import print_result
 from sglang_evicpress.cli.parser import interrupted_status, say
@@ -63,7 +63,7 @@ def serve(argv: Sequence[str]) -> int:
 def choose(systems: Sequence[System], names: str) -> list[System]:
     """Systems with one of the names, or kinds, separated by commas. Raises ValueError for an unknown one."""
     wanted = [name.strip() for name in names.split(",")]
-    known = dict.fromkeys(name for system in systems for name in (system.kind, system.name))
+    known = names_of(systems)
     if unknown := [name for name in wanted if name not in known]:
         raise ValueError(f"--systems {unknown[0]!r}: expected some of {', '.join(known)}")
     return [system for system in systems if system.name in wanted or system.kind in wanted]

@@ -235,6 +235,18 @@ def test_notes_say_what_casts_doubt(folder: Path) -> None:
     assert "ours failed 1 of 8 requests at rate 2" in notes
 
 
+def test_runs_of_extra_rates_that_are_missing_are_counted(tmp_path: Path) -> None:
+    extra = [{"rates": [2, 4], "systems": ["evicpress"]}, {"rates": [4, 8], "systems": ["ours", "full-cache"]}]
+    systems = {"full-cache": "full-cache", "ours": "evicpress", "other": "lru"}
+    write_plan(tmp_path, systems, repetitions=2, rates=[2], extra_rates=extra)
+    for name in systems:
+        for repetition in (0, 1):
+            write_run(tmp_path, name, 2, requests([0.1]), repetition)
+    assert "4 runs of the plan are missing" in summary_of(tmp_path).notes  # two rates of two systems
+    write_run(tmp_path, "ours", 4, requests([0.1]))
+    assert "3 runs of the plan are missing" in summary_of(tmp_path).notes
+
+
 def test_a_note_says_which_repetitions_ran_on_several_starts_of_the_server(folder: Path) -> None:
     assert not [note for note in summary_of(folder).notes if "starts" in note]  # runs that name none
     for repetition, (first, second) in enumerate((("a", "a"), ("b", "c"))):

@@ -62,6 +62,15 @@ def test_every_kind_expands_in_the_order_of_the_config(tmp_path: Path) -> None:
     assert list(two) == ["evicpress a=0.1", "evicpress a=3", "lru"]
 
 
+def test_extra_rates_are_of_systems_that_there_are(tmp_path: Path) -> None:
+    def with_rates(*names: str) -> dict[str, System]:
+        return systems(make(tmp_path, extra_rates=[{"rates": [8], "systems": list(names)}]))
+
+    assert with_rates("fixed", "evicpress a=3", "hicache")  # which is left out here
+    with pytest.raises(ValueError, match="c.yaml: extra_rates: systems has 'evicpress a=1': expected some of full-"):
+        with_rates("lru", "evicpress a=1")
+
+
 def test_stock_systems_have_no_flag_of_ours_and_every_plugin_but_ours(tmp_path: Path) -> None:
     found = systems(make(tmp_path, policy_flags=["--kv-sinks", "8"]))
     stock = [system for system in found.values() if system.is_stock]
