@@ -343,9 +343,9 @@ class Config(_Settings):
 
     ``model`` is a folder or a name on the hub; ``server`` are flags and ``env`` variables of every server, stock ones
     included; ``policy_flags`` are flags of every server with a kv policy. ``rates`` are in requests/s; rate 0 is one
-    client that waits for each answer. ``ssd_bandwidth`` is what reads of the SSD tier are slowed to, in bytes/s.
-    Systems in ``once`` run in the first repetition only. ``load`` adds rates, and ``ttft_limit_s`` is the TTFT within
-    which an answer counts for goodput.
+    client that waits for each answer. ``ssd_bandwidth`` is what reads of our SSD tier are slowed to, in bytes/s;
+    hicache's are not. Systems in ``once`` run in the first repetition only. ``load`` adds rates, and ``ttft_limit_s``
+    is the TTFT within which an answer counts for goodput.
     """
 
     path: Path

@@ -361,6 +361,9 @@ def _notes(results: Results, cells: Sequence[Cell]) -> Iterator[str]:
         yield f"{missing} runs of the plan are missing"
     for left in results.plan.get("left_out") or ():
         yield f"{left['name']} was left out: {left['why']}"
+    is_slowed = config.get("ssd_bandwidth") is not None and bool((config.get("memory") or {}).get("ssd"))
+    if is_slowed and any(system["kind"] == "hicache" for system in results.systems):
+        yield "hicache read its SSD at full speed: ssd_bandwidth slows the reads of EvicPress's tiers only"
     if results.full_cache is None:
         yield (
             "there is no run of the full cache: nothing is compared with it, and no quality is known but that of "

@@ -235,6 +235,17 @@ def test_notes_say_what_casts_doubt(folder: Path) -> None:
     assert "ours failed 1 of 8 requests at rate 2" in notes
 
 
+def test_a_note_says_that_hicache_is_not_slowed(tmp_path: Path) -> None:
+    note = "hicache read its SSD at full speed: ssd_bandwidth slows the reads of EvicPress's tiers only"
+    for number, (config, is_noted) in enumerate((({}, True), ({"ssd_bandwidth": None}, False))):
+        folder = tmp_path / str(number)
+        write_plan(folder, {"hicache": "hicache", "ours": "evicpress"}, **config)
+        write_run(folder, "ours", 0, requests([0.1]))
+        assert note not in summary_of(folder).notes
+        write_run(folder, "hicache", 0, requests([0.1]))
+        assert (note in summary_of(folder).notes) == is_noted
+
+
 def test_runs_of_extra_rates_that_are_missing_are_counted(tmp_path: Path) -> None:
     extra = [{"rates": [2, 4], "systems": ["evicpress"]}, {"rates": [4, 8], "systems": ["ours", "full-cache"]}]
     systems = {"full-cache": "full-cache", "ours": "evicpress", "other": "lru"}
