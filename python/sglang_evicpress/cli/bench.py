@@ -34,7 +34,7 @@ def serve(argv: Sequence[str]) -> int:
         if args.repetitions < 1:
             raise ValueError(f"--repetitions {args.repetitions}: expected at least 1")
         config = config.model_copy(update={"repetitions": args.repetitions})
-    folder = (args.out or FOLDER / config.name).resolve()
+    folder, has_begun_anew = (args.out or FOLDER / config.name).resolve(), False
     try:
         contexts = load_contexts(config, folder)
         sizes = sizes_of(config, sum(context.tokens for context in contexts), kv_bytes_per_token(config))
@@ -44,11 +44,13 @@ def serve(argv: Sequence[str]) -> int:
         for name, why in left_out(config).items():
             say(f"{name} is left out: {why}")
         config = at_saturation(config, systems, contexts, sizes, folder, is_fresh=args.fresh)
+        has_begun_anew = bool(args.fresh)  # from here on, --fresh would move away what is made now
         done = run_all(config, systems, chosen, contexts, sizes, folder, command=command, is_fresh=args.fresh)
         score_runs(folder, is_shown=sys.stderr.isatty())
         write_report(folder)
     except KeyboardInterrupt as interrupt:
-        say(f"interrupted; every run that was complete is in {folder}, and the same command goes on")
+        again = "the same command without --fresh" if has_begun_anew else "the same command"
+        say(f"interrupted; every run that was complete is in {folder}, and {again} goes on")
         return interrupted_status(interrupt)
     except ServerError as error:
         say(f"error: {error}")

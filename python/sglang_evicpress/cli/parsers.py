@@ -6,12 +6,12 @@ from pathlib import Path
 
 from sglang_evicpress.cli.parser import Parser, whole
 
-_SERVE_EPILOG = """The same command goes on where an earlier one was stopped; it runs only what is missing.
+_SERVE_EPILOG = """The same command, without --fresh, goes on where an earlier one was stopped: it runs what is missing.
 
 Exit status: 0 all is there, 1 a server failed, 2 bad input, 130 Ctrl-C.
 
 example:
-  evicpress bench serve --config bench/configs/cpu-testbed.yaml --systems bound,lru,evicpress
+  evicpress bench serve --config bench/configs/cpu-testbed.yaml --systems full-cache,lru,evicpress
 """
 
 _GEOMETRY_EPILOG = """A few thousand tokens of a text like those that the server will read are enough.

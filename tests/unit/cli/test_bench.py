@@ -111,6 +111,33 @@ def test_ctrl_c_is_one_line_that_says_that_the_same_command_goes_on(
     assert "interrupted" in err and "the same command goes on" in err and err.count("\n") == 1
 
 
+def test_what_goes_on_after_a_fresh_run_is_the_command_without_fresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    config = write(tmp_path)
+    for name, words, said in (
+        ("run_all", (), "and the same command goes on"),
+        ("run_all", ("--fresh",), "and the same command without --fresh goes on"),
+        ("load_contexts", ("--fresh",), "and the same command goes on"),  # nothing was moved away yet
+    ):
+        monkeypatch.setattr(bench, name, interrupted)
+        assert serve(tmp_path, config, *words) == 130
+        assert said in capsys.readouterr().err
+
+
+def test_the_example_of_the_help_names_systems_that_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "serve", "--help"])
+    names = re.search(r"--systems (\S+)\n", capsys.readouterr().out.partition("example:")[2])
+    config = make(tmp_path)
+    assert names is not None and len(choose(expand(config, sizes_of(config, 1000, 10), tmp_path), names[1])) >= 3
+
+
 def test_a_server_that_does_not_start_is_status_1_and_its_log_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
