@@ -189,7 +189,7 @@ class Bench:
         self, server: Server, system: System, repetition: int, rate: float, where: str, progress: Progress
     ) -> None:
         planned = plan(self._config, self._contexts, repetition, rate)
-        before = _looked_into(server, system)
+        before = _counters(server, system)
         load_average, begin_unix_s, begin = os.getloadavg(), time.time(), time.perf_counter()
 
         def note(outcome: Outcome) -> None:
@@ -203,7 +203,7 @@ class Bench:
         took_s = time.perf_counter() - begin
         if any(outcome.is_cut for outcome in outcomes):
             self._let_end(server, planned[0], where)
-        after = _looked_into(server, system)
+        tree, after = _tree(server, system), _counters(server, system)
         check = server.post("/evicpress/check") if system.has_policy else None
         header = {
             "system": system.name,
@@ -223,7 +223,7 @@ class Bench:
             "stats_before": before.get("stats"),
             "tiers": after.get("tiers"),
             "tiers_before": before.get("tiers"),
-            "resident": after.get("resident"),
+            "resident": None if tree is None else _resident(tree),
             "check": check,
         }
         lines = [_line(entry, outcome) for entry, outcome in zip(planned, outcomes, strict=True)]
@@ -238,8 +238,8 @@ class Bench:
             elif failed:
                 what += f", such as by: {failed[0].error}"
             raise server.error(f"{where}: {what}; see {written}")
-        if "tree" in after:
-            self._run_dir.write_tree(path, after["tree"])
+        if tree is not None:
+            self._run_dir.write_tree(path, tree)
         self._run_dir.write_run(path, header, lines, is_failed=False)
         self.num_failed += len(failed)
         times = [outcome.ttft_s for outcome in outcomes if outcome.error is None and outcome.ttft_s is not None]
@@ -310,21 +310,36 @@ def _check_routes(server: Server, system: System) -> None:
         raise server.error(f"GET /evicpress/stats of {system.name} answered {status}: expected 200")
 
 
-def _looked_into(server: Server, system: System) -> dict[str, Any]:
-    """``stats``, ``tiers``, ``tree`` (its nodes) and ``resident`` of a system of ours: by tier and form, the number of
-    nodes, of their tokens and of the tokens kept."""
+def _counters(server: Server, system: System) -> dict[str, Any]:
+    """``stats`` and ``tiers`` of a system of ours."""
     if not system.has_policy:
         return {}
+    return {"stats": server.get("/evicpress/stats"), "tiers": server.get("/evicpress/tiers")}
+
+
+def _tree(server: Server, system: System) -> list[dict[str, Any]] | None:
+    """Every node of the tree of a system of ours, read in pages."""
+    if not system.has_policy:
+        return None
+    nodes: list[dict[str, Any]] = []
+    after: int | None = 0
+    while after is not None:
+        page = server.get(f"/evicpress/tree?after={after}")
+        nodes += page["nodes"]
+        after = page.get("next")
+    return nodes
+
+
+def _resident(nodes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, int]]]:
+    """By tier and form, the number of nodes, of their tokens and of the tokens kept."""
     resident: dict[str, dict[str, dict[str, int]]] = {}
-    nodes = server.get("/evicpress/tree")["nodes"]
     for node in nodes:
         forms = resident.setdefault(node["tier"], {})
         held = forms.setdefault(node["form"], {"nodes": 0, "tokens": 0, "slots": 0})
         held["nodes"] += 1
         held["tokens"] += node["num_tokens"]
         held["slots"] += node["num_slots"]
-    stats, tiers = server.get("/evicpress/stats"), server.get("/evicpress/tiers")
-    return {"stats": stats, "tiers": tiers, "resident": resident, "tree": nodes}
+    return resident
 
 
 def _line(entry: Planned, outcome: Outcome) -> dict[str, object]:

@@ -17,13 +17,12 @@ from typing import Any
 
 PORT, FILE, *WORDS = sys.argv[1:]
 OPTIONS = dict(word.partition("=")[::2] for word in WORDS)
-TREE = {
-    "nodes": [
-        {"tier": "gpu", "form": "exact", "num_tokens": 10, "num_slots": 10},
-        {"tier": "gpu", "form": "exact", "num_tokens": 5, "num_slots": 5},
-        {"tier": "ssd", "form": "knorm@0.5", "num_tokens": 8, "num_slots": 4},
-    ]
-}
+NODES = [
+    {"tier": "gpu", "form": "exact", "num_tokens": 10, "num_slots": 10},
+    {"tier": "gpu", "form": "exact", "num_tokens": 5, "num_slots": 5},
+    {"tier": "ssd", "form": "knorm@0.5", "num_tokens": 8, "num_slots": 4},
+]
+PAGE_NODES = 2
 numbers = itertools.count(1)
 asked = 0
 
@@ -37,6 +36,9 @@ class Answer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.0"
 
     def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        after = int(query.partition("after=")[2] or 0)
+        end = after + PAGE_NODES
         ours: dict[str, Any] = {
             "/evicpress/stats": {
                 "cached_slots": 15,
@@ -44,12 +46,14 @@ class Answer(BaseHTTPRequestHandler):
                 "admission": {"prompt_tokens": 9 * asked, "computed_tokens": {"late": asked}},
             },
             "/evicpress/tiers": {"tiers": {"gpu": {"used_bytes": 150}}},
-            "/evicpress/tree": TREE,
+            "/evicpress/tree": {"nodes": NODES[after:end], "next": end if end < len(NODES) else None},
         }
-        if self.path == "/health":
+        if path == "/evicpress/tree":
+            note(f"tree {after}")
+        if path == "/health":
             self.say(200, {})
-        elif "stock" not in OPTIONS and self.path in ours:
-            self.say(200, ours[self.path])
+        elif "stock" not in OPTIONS and path in ours:
+            self.say(200, ours[path])
         else:
             self.say(404, {"detail": "Not Found"})
 

@@ -155,6 +155,7 @@ def test_a_run_says_what_was_seen(tmp_path: Path) -> None:
     assert {name: header[name] for name in ("versions", "commit", "machine", "num_cpus")}.items() <= first.items()
     nodes = orjson.loads((bench.out / "runs/tiers-lru/0-200.tree.json").read_bytes())
     assert [(node["tier"], node["num_tokens"]) for node in nodes] == [("gpu", 10), ("gpu", 5), ("ssd", 8)]
+    assert bench.lines("tree") == ["0", "2"]  # in pages, after the rate
     assert not (bench.out / "runs/full-cache/0-200.tree.json").exists()
     header = of["full-cache"].header
     assert (header["is_stock_checked"], header["tree_core"]) == (True, "python")
