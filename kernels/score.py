@@ -99,7 +99,9 @@ def _value_key_ratio_kernel(
     inside = tokens < num_tokens
     key = load_rows(keys, slots, tokens, inside, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM).to(tl.float32)
     value = load_rows(values, slots, tokens, inside, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM).to(tl.float32)
-    ratio = tl.sqrt(tl.sum(value * value, 1)) / tl.maximum(tl.sqrt(tl.sum(key * key, 1)), 1e-6)
+    ratio = tl.sqrt(tl.sum(value * value, 1)) / tl.maximum(
+        tl.sqrt(tl.sum(key * key, 1)), 1e-6, propagate_nan=tl.PropagateNan.ALL
+    )
     row = (layer * NUM_HEADS + head).to(tl.int64) * num_tokens
     tl.store(out + row + tokens, ratio, mask=inside)
 

@@ -137,6 +137,12 @@ UNSUPPORTED_ENVIRONMENT = (
     # it replays how a decode step was planned, with or without holes, for batches that have others
     Unsupported("SGLANG_ENABLE_METADATA_GLUE_GRAPH", bool, _READS_ROWS, since="0.5.22"),
     Unsupported(
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
+        bool,
+        "what is kept of queries is bounded by the size of the pool, which it makes known too late, so leave it out",
+        since="0.5.22",
+    ),
+    Unsupported(
         "SGLANG_RUST_SERVER",
         bool,
         "it has no place for the /evicpress routes, so leave it out and serve with Python's HTTP server",
@@ -174,6 +180,11 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
         raise UnsupportedError(
             f"--kv-policy {config.policy} cannot be combined with {prefill} for prefill and {decode} for decode: "
             "compact rows need one backend for both, so give --attention-backend alone"
+        )
+    if server_args.enable_torch_compile and server_args.device == "cpu":
+        raise UnsupportedError(
+            f"--kv-policy {config.policy} cannot be combined with --enable-torch-compile on a CPU: the attention that "
+            "reads compact rows there has no graphs, so leave it out"
         )
     if "torch_native" in (prefill, decode) and (server_args.device or "cpu").startswith("cuda"):
         raise UnsupportedError(
@@ -382,6 +393,18 @@ def attention_layers(model: Any) -> Iterator[Any]:
         if isinstance(module, RadixAttention):
             yield module
         yield from getattr(module, "attention_instances", {}).values()
+
+
+def check_every_layer(model: Any, layers: range, config: EvicPressConfig) -> None:
+    """Refuse forms whose press reads the prompt's queries for a built model of which some of ``layers`` have no
+    attention: theirs never come. Raises UnsupportedError."""
+    missing = sorted(set(layers) - {layer.layer_id for layer in attention_layers(model)})
+    for form in config.menu_forms:
+        if missing and form.press is not None and PRESSES[form.press].needs_queries:
+            raise UnsupportedError(
+                f"form {form} needs queries of every layer, and layer {missing[0]} of this model has no attention: "
+                "leave the form out"
+            )
 
 
 def check_layers(model: Any) -> None:

@@ -26,7 +26,13 @@ from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.model_geometry import ServedModel, geometry_of
 from sglang_evicpress.patches.tree.model_identity import ModelIdentity, adapter_digest, agreed
 from sglang_evicpress.patches.tree.ranks import Ranks
-from sglang_evicpress.patches.unsupported import BACKEND_NAME, attention_layers, check_layers, check_model
+from sglang_evicpress.patches.unsupported import (
+    BACKEND_NAME,
+    attention_layers,
+    check_every_layer,
+    check_layers,
+    check_model,
+)
 from sglang_evicpress.search.menu_budgets import layer_groups
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES
 from sglang_evicpress.tiers.host.memory import auto_bytes, read_memory
@@ -118,11 +124,13 @@ def build(context: Any) -> EvicPressCache:
         check_model(context.model_config, pool, context.is_hybrid_swa, context.is_hybrid_ssm)
         check_layers(context.tp_worker.model_runner.model)
         config = config_of(context.server_args)  # its file may have changed since the main process read it
+        layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+        check_every_layer(context.tp_worker.model_runner.model, layers, config)
     except ValueError as error:  # RefusedErrors are
         raise spawn.refusal(str(error)) from None
     group = context.tp_group.cpu_group if context.tp_size > 1 else None
     scale = attention_scale(context.tp_worker.model_runner.model)
-    layers = layer_groups(config.menu_forms, config.layers.shares, pool.layer_num, config.layers.max_counts)
+    groups = layer_groups(config.menu_forms, config.layers.shares, pool.layer_num, config.layers.max_counts)
     runner = context.tp_worker.model_runner
     ranks = RELEASE.ranks_of(runner)
     geometry = _geometry(config.geometry, runner.model, context.model_config, pool, ranks)
@@ -133,7 +141,7 @@ def build(context: Any) -> EvicPressCache:
         window=config.window,
         scale=scale,
         group=group,
-        groups=layers,
+        groups=groups,
         geometry=geometry,
     )
     calibrated = "" if geometry is None else geometry.digest

@@ -257,6 +257,8 @@ def _take_stamp(stamp: Stamp) -> None:
 
 def _after_add_request_to_queue(_: None, scheduler: Scheduler, req: QueuedRequest, *__: object, **___: object) -> None:
     """AFTER ``_add_request_to_queue``, which may also refuse the request."""
+    if getattr(req, "positional_embed_overrides", None) is not None:
+        req.skip_radix_cache_insert = True  # as later releases do: its KV is not of its tokens alone
     queue = scheduler.waiting_queue
     if _cache is not None and queue and queue[-1] is req:
         if not _cache.background.is_background(req):

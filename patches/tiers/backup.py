@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.tiers.types import Copies, Evictions, HostMemory, Removals, Runs, SsdWrites, Tiers
 from sglang_evicpress.patches.tree.node import has_child_on_gpu, size_of, slots_of
@@ -127,8 +129,12 @@ class Backup:
             self.evictions.counts["copies_without_room"] += 1
             return False
         begin = time.perf_counter()
-        with self.room.given_back_after_an_error(runs):
-            BackupJob(self, node, form, runs, goes_on=False).begin_here()
+        try:
+            with self.room.given_back_after_an_error(runs):
+                BackupJob(self, node, form, runs, goes_on=False).begin_here()
+        except torch.OutOfMemoryError:  # what layers keep of their own is put aside on the device
+            self.evictions.counts["copies_without_memory"] += 1
+            return False
         self.evictions.counts["copies"] += 1
         self.evictions.counts["copied_bytes"] += num_bytes
         self.evictions.seconds["copying"] += time.perf_counter() - begin

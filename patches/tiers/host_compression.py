@@ -251,7 +251,7 @@ class Compression(Job):
             owner.storage.errors[f"host_{self.error}"] += 1
             if node is not None:
                 owner.placement.note_unfit(node, self.form.codec)
-        elif self.error in (INTERNAL, IO, NOT_FINITE) and self.is_for_ssd:  # the host has good bytes still
+        elif self.error in (INTERNAL, IO, NOT_FINITE):  # the host has good bytes still
             owner.storage.errors[f"host_{self.error}"] += 1
             if node is not None:
                 node.kv.has_failed = True

@@ -12,6 +12,7 @@ from sglang_evicpress.geometry.centres import QueryGeometry
 from sglang_evicpress.patches.tree.node_kv import NodeSlots
 from sglang_evicpress.press import Press, get_press
 from sglang_evicpress.press.geometry import GeometryPress
+from sglang_evicpress.press.random import Random
 from sglang_evicpress.press.snapkv import SnapKV
 
 
@@ -31,6 +32,8 @@ class FormPresses:
             if geometry is not None and layers is not None:
                 geometry = geometry.of_layers(layers)
             return replace(press, geometry=geometry)
+        if isinstance(press, Random) and layers is not None:
+            return replace(press, layers=tuple(layers))
         return replace(press, window=self._window) if isinstance(press, SnapKV) else press
 
     def sighted(self, form: Form, node: NodeSlots, layers: Sequence[int] | None = None) -> Press:

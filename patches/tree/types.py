@@ -70,7 +70,7 @@ class Request(Protocol):
 class QueuedRequest(Request, Protocol):
     """A request that waits: what it would load, and whether it ran before. ``evicpress_not_loaded``: tokens that it
     computes and could have loaded; ``evicpress_refused``: what the quality target does not let it be served;
-    ``evicpress_floored``: tokens that are below its floor."""
+    ``evicpress_floored``: tokens that are below its floor; ``skip_radix_cache_insert``: its KV is nobody else's."""
 
     lora_id: str | None
     host_hit_length: int
@@ -80,6 +80,7 @@ class QueuedRequest(Request, Protocol):
     evicpress_not_loaded: int
     evicpress_refused: Share
     evicpress_floored: int
+    skip_radix_cache_insert: bool
 
 
 class ServedRequest(QueuedRequest, Protocol):

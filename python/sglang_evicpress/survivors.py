@@ -45,10 +45,11 @@ class Filling:
         self._source = joined if joined.is_cuda else None  # until the copy is there: nobody waits for it
 
     def index_of(self, group: int, device: torch.device | str) -> torch.Tensor:
-        """``of_group`` on a device. Waits for nothing there."""
+        """``of_group`` on a device. Waits for nothing there; the current stream may read it until its work is done."""
         self.settle()
         if self._source is None:
             return to_device(self.of_group(group), device)
+        self._source.record_stream(torch.cuda.current_stream(self._source.device))  # it was made on another
         begin = sum(self.counts[:group])
         return self._source[begin : begin + self.counts[group]]
 
@@ -346,8 +347,10 @@ def place_groups(last: Sequence[torch.Tensor], start: int, page_size: int) -> tu
         (positions.view(-1, page_size)[:, -1] - start) // page_size for positions in map(torch.Tensor.contiguous, last)
     ]
     fullest = max(range(len(pages)), key=lambda group: len(pages[group]))
-    shown = pages[fullest].clone()
-    count, offsets = len(shown), torch.arange(page_size, device=shown.device)
+    count, offsets = len(pages[fullest]), torch.arange(page_size, device=pages[fullest].device)
+    # Of the lower part of a split node the fullest group may have nothing but what comes before it: other groups had
+    # its slots shown later.
+    shown = pages[fullest].maximum(torch.arange(count, device=offsets.device))
     places = []
     for group, own in enumerate(pages):
         index = torch.arange(len(own), device=shown.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,7 @@ ENVIRONMENT_CONFLICTS = {
     "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "1",
     "SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1",
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH": "1",
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1",
     "SGLANG_RUST_SERVER": "1",
 }
 
@@ -128,6 +130,24 @@ def test_each_row_is_refused_by_name_with_the_way_out(server_args: Any, row: uns
     asked = row.flag if value is True else f"{row.flag} {value}"
     sentence = _refuse(f"--kv-policy evicpress cannot be combined with {asked}: {row.reason}", server_args)
     assert any(f", so {verb} " in sentence for verb in ("leave", "choose", "use", "serve", "start"))
+
+
+def test_graphs_of_a_cpu_are_refused(server_args: Any) -> None:
+    server_args.enable_torch_compile, server_args.device = True, "cpu"
+    _refuse("--enable-torch-compile on a CPU", server_args)
+    server_args.device, server_args.attention_backend = "cuda", "triton"
+    unsupported.check(server_args, CONFIG)
+
+
+def test_a_press_that_reads_queries_is_refused_where_a_layer_has_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [SimpleNamespace(layer_id=number) for number in (0, 2)]
+    monkeypatch.setattr(unsupported, "attention_layers", lambda model: iter(layers))
+    unsupported.check_every_layer(None, range(3), EvicPressConfig("evicpress", forms="keydiff@0.5"))
+    reading = EvicPressConfig("evicpress", forms="keydiff@0.5,snapkv@0.3")
+    with pytest.raises(unsupported.UnsupportedError, match=r"form snapkv@0.3 needs .* layer 1 of this model has no"):
+        unsupported.check_every_layer(None, range(3), reading)
+    layers.append(SimpleNamespace(layer_id=1))
+    unsupported.check_every_layer(None, range(3), reading)
 
 
 def test_unequal_backends_for_prefill_and_decode_are_refused(server_args: Any) -> None:

@@ -69,3 +69,14 @@ def test_page_mean_refuses_a_page_of_no_tokens():
 def test_page_mean_refuses_scores_of_another_type():
     with pytest.raises(ValueError, match="float32"):
         page_mean(torch.zeros(1, 1, 4, dtype=torch.float16), 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("score", [key_norm, value_key_ratio, key_difference])
+def test_a_key_that_is_no_number_has_no_score(device, backend, score):
+    """Not a small one, by which it would be kept first."""
+    keys, values = torch.randn(40, 1, 16), torch.randn(40, 1, 16)
+    keys[7, 0, 3] = torch.nan
+    rows = ([keys.to(device)],) if score is not value_key_ratio else ([keys.to(device)], [values.to(device)])
+    scores = score(*rows, torch.arange(40, device=device), backend=backend)[0, 0]
+    assert scores[7].isnan() and (score is key_difference or scores.isnan().sum() == 1)

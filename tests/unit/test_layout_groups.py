@@ -53,6 +53,19 @@ def test_slots_ascend_and_every_survivor_is_shown_at_its_position_or_later(seed:
         assert (positions - start < (logical[place_of_group] // page_size + 1) * page_size).all()
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_lower_part_of_a_split_node_shows_no_slot_before_its_begin(page_size: int) -> None:
+    """Its fullest group may hold only what comes before it, in slots that another group had shown later."""
+    fullest, other = torch.tensor([2, 10]), torch.tensor([18])
+    last = [
+        torch.repeat_interleave(each * page_size, page_size) + torch.arange(page_size).repeat(len(each))
+        for each in (fullest, other)
+    ]
+    logical, _ = place_groups(last, 10 * page_size, page_size)
+    assert (logical >= 0).all() and (logical[1:] > logical[:-1]).all()
+    assert logical.max() == 9 * page_size - 1
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_pages_stay_whole(seed: int) -> None:
     groups, start, _, page_size = drawn(seed)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sglang_evicpress.device import to_device
 from sglang_evicpress.press.base import PressInput
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -19,10 +20,12 @@ _SCORE_BITS = 24  # what an fp32 in [0, 1) holds exactly
 class Random:
     """A uniform score that is a pure function of (seed, layer, head, absolute position).
 
-    So every process, device and split of a node draws alike, whatever slots the node lies in.
+    So every process, device and split of a node draws alike, whatever slots the node lies in. ``layers``: those of the
+    node that is scored, None where it has all of them.
     """
 
     seed: int = 0
+    layers: tuple[int, ...] | None = None
     name: ClassVar[str] = "random"
     needs_queries: ClassVar[bool] = False
 
@@ -34,7 +37,8 @@ class Random:
         """fp32 [L, H, n] in [0, 1), multiples of 2**-24."""
         positions = node.positions.to(torch.int64)
         num_layers, num_heads, _ = positions.shape
-        layers = torch.arange(num_layers, dtype=torch.int64, device=positions.device).view(-1, 1, 1)
+        numbers = range(num_layers) if self.layers is None else self.layers
+        layers = to_device(torch.tensor(numbers, dtype=torch.int64), positions.device).view(-1, 1, 1)
         heads = torch.arange(num_heads, dtype=torch.int64, device=positions.device).view(1, -1, 1)
         mixed = _mix(_mix(_mix(layers + self.seed) + heads) + positions)
         return _shift_right(mixed, 64 - _SCORE_BITS).to(torch.float32) / (1 << _SCORE_BITS)

@@ -208,8 +208,8 @@ class Transfers:
 
     def compile(self, codecs: Iterable[str] = ()) -> None:
         """Compile the kernels, those of ``codecs`` too, by rewriting slot 0 with what it holds, and take this thread's
-        scratch, so that no load, nor a copy that is queued while the scheduler waits, has to wait for the one or may
-        find no memory for the other."""
+        scratch, so that no copy that is queued while the scheduler waits, has to wait for the one or may find no memory
+        for the other. Each other thread takes its own with its first job."""
         self._scratch_of_thread(self._streams.current())
         slots = torch.zeros(1, dtype=torch.int64, device=self._device)
         staged = torch.empty(2 * self._row_bytes, dtype=torch.uint8, device=self._device)

@@ -322,6 +322,13 @@ def test_series_are_published_in_a_round_where_there_are_any(cache: FakeCache) -
     assert published == ["round"]
 
 
+def test_kv_that_is_not_of_its_tokens_alone_stays_out_of_the_tree(cache: FakeCache) -> None:
+    plain, other = (SimpleNamespace(positional_embed_overrides=given) for given in (None, object()))
+    for req in (plain, other):
+        hooks._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=[]), req)
+    assert other.skip_radix_cache_insert and not hasattr(plain, "skip_radix_cache_insert")
+
+
 def test_who_waited_too_long_is_told_before_any_of_the_queue_is_hidden(cache: FakeCache) -> None:
     """SGLang before 0.5.22 looks for them while the batch is made."""
     idle = {"waiting_queue": [], "running_batch": Batch(is_empty=True), "last_batch": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,13 @@ def test_random_is_the_same_on_every_machine(make_node):
         for head in range(2):
             expected = [split_mix(split_mix(split_mix(3 + layer) + head) + p) >> 40 for p in range(5, 9)]
             assert scores[layer, head].tolist() == expected
+
+
+def test_random_draws_for_the_layers_that_it_is_given(make_node):
+    whole, node = Random().score(make_node(40)), make_node(40)
+    two = node.k_buffers[:2], node.v_buffers[:2], node.positions[:2]
+    some = Random(layers=(2, 0)).score(replace(node, k_buffers=two[0], v_buffers=two[1], positions=two[2]))
+    assert torch.equal(some, whole[[2, 0]])
 
 
 def split_mix(x, mask=(1 << 64) - 1):
