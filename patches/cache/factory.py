@@ -101,8 +101,8 @@ def _geometry(
 
 
 def selection(config: EvicPressConfig, page_size: int) -> dict[str, int]:
-    """What makes a form of a node keep other tokens than usual: whole pages, other sinks, another window of queries,
-    and budgets rounded to another number of counts."""
+    """Settings by which a form of a node keeps other tokens than usual: whole pages, other sinks, another window of
+    queries, and budgets rounded to another number of counts."""
     usual = EvicPressConfig(config.policy)
     chosen = {
         "page_size": (page_size, 1),

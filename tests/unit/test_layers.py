@@ -63,8 +63,8 @@ TABLE = {
     "device": Layer((), ("torch",)),
     "survivors": Layer(("core", "device"), ("numpy", "torch")),
     # What is calibrated of a model's queries; transformers runs the model.
-    "geometry": Layer(("files", "kernels"), ("safetensors", "torch", "transformers")),
-    "press": Layer(("core", "geometry", "kernels", "survivors"), ("torch",)),
+    "geometry": Layer(("device", "files", "kernels"), ("safetensors", "torch", "transformers")),
+    "press": Layer(("core", "device", "geometry", "kernels", "survivors"), ("torch",)),
     # Budgets of running requests: when, how much and which, for the patches to carry out.
     "decode_budget": Layer(("error_text", "geometry", "kernels", "press"), ("torch",)),
     "cpu_attention": Layer(("core", "kernels"), ("torch",)),
@@ -78,7 +78,7 @@ TABLE = {
         ("core", "error_text", "policy", "tiers", "validation"), ("numpy", "orjson", "pydantic", "xxhash")
     ),
     "profiler": Layer(
-        ("core", "press", "quality", "search", "validation"),
+        ("core", "device", "press", "quality", "search", "validation"),
         ("httpx", "numpy", "orjson", "pydantic", "safetensors", "tokenizers", "torch", "transformers"),
     ),
     # Systems side by side, as users meet them: real servers, which it only talks to.
@@ -104,8 +104,8 @@ TABLE = {
     "cli": Layer(
         (
             *SETTINGS,
-            *("benchmark", "files", "geometry", "press", "profiler", "progress", "quality", "quantiles", "search"),
-            *("simulator", "tables", "tiers", "traces"),
+            *("benchmark", "device", "files", "geometry", "press", "profiler", "progress", "quality", "quantiles"),
+            *("search", "simulator", "tables", "tiers", "traces"),
         ),
         ("matplotlib", "numpy", "openai", "orjson", "pydantic", "shtab"),
     ),

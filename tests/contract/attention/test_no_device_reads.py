@@ -232,7 +232,7 @@ class Tree:
             free=lambda freed: self._count("freed", len(freed)),
         )
 
-    def make_room(self, num_tokens: int) -> None:
+    def make_whole_room(self, num_tokens: int) -> None:
         """There is room."""
 
     def _count(self, name: str, count: int) -> torch.Tensor:

@@ -148,7 +148,7 @@ class ServerFacts:
 
 
 def read_server(transport: Transport, forms: Sequence[Form]) -> ServerFacts:
-    """What a server can do of ``forms``. Raises EngineError, also when that is none."""
+    """Facts of a server, and the ``forms`` that it can make. Raises EngineError, also when these are none."""
     try:
         answer = transport.ask("GET", PROFILES)
     except NotThere as error:
