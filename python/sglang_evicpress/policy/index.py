@@ -19,7 +19,7 @@ MOVES_PER_LOOK = 1
 MOST_LOOKED = 256
 """Nodes whose keys rose without a word, of which one look puts so many back; then the others are swept."""
 
-MOST_PASSED = 4096
+MOST_PASSED = 2048
 """Entries set aside that come before the first of the others, of which the looks of one plan sweep so many: most are
 outdated."""
 
@@ -118,7 +118,7 @@ class NodeIndex:
             self.locked_bytes[candidate.tier] += candidate.num_bytes if is_locked else -candidate.num_bytes
             candidate.is_locked = is_locked
             if not is_locked:
-                self.requeue(candidate)
+                self.requeue(candidate, anew=True)
 
     def rebuild(self) -> None:
         """Begin to work out every step anew, after anything that changes many: memos are outdated."""

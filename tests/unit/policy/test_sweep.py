@@ -157,9 +157,11 @@ def test_hits_of_all_nodes_do_not_make_a_look_at_all_of_them() -> None:
     assert first is not None and first[0].id == on_gpu[-1]
 
 
+@pytest.mark.parametrize("is_locked", [False, True])
 @each_policy
-def test_after_very_many_hits_a_plan_takes_what_was_not_hit(name: str) -> None:
-    """Nodes that are hit must not be found by what they were worth when they came."""
+def test_after_very_many_hits_a_plan_takes_what_was_not_hit(name: str, is_locked: bool) -> None:
+    """Nodes that are hit, also while a request holds them, must not be found by what they were worth when they
+    came."""
     menu = Menu(tuple({*MENU.forms, *policy_info(name).forms}), MENU.tiers)
     curve = [form.kept_fraction for form in menu.forms]
     hot, cold = range(1_500), range(1_500, 1_600)
@@ -169,7 +171,9 @@ def test_after_very_many_hits_a_plan_takes_what_was_not_hit(name: str) -> None:
     planner.add_all(make_node(i, menu=menu, last_use=i, curve=curve) for i in cold)
     for tick in range(3):
         for node_id in hot:
+            planner.lock(node_id, is_locked)
             planner.touch(node_id, 1e3 * (tick + 2), tick + 2, 2_000 * (tick + 1) + node_id)
+            planner.lock(node_id, False)
     plan = planner.plan(Tier.GPU, 20 * 100)
     assert plan and {decision.node_id for decision in plan} <= set(cold)
 
