@@ -44,7 +44,7 @@ SOURCES = {"host": "host", "ssd": "storage"}
 """Tier, and SGLang's name for it in answers."""
 
 MOVE_TRIES = 20
-PLAY_TRIES = 4
+PLAY_TRIES = 8
 NAN_TOKEN, INF_TOKEN = 0, 1
 """No case draws them, and no answer has them."""
 
