@@ -156,7 +156,7 @@ class DecodeBudgets:
 
     def _is_due(self, req: BudgetedRequest, state: DecodeState) -> bool:
         """True if a request that has its prompt computed is to drop anything now."""
-        if getattr(req, "skip_radix_cache_insert", False):  # of 0.5.23: its KV is not of its tokens alone
+        if getattr(req, "skip_radix_cache_insert", False):  # its KV is not of its tokens alone
             state.in_tree = True
         if not state.in_tree:  # with overlap the prefill is in flight, and its result comes after the next launch
             self.compressor.wait_for_forward(self.compressor.k_buffers[0])  # for the queries that its node keeps

@@ -56,8 +56,10 @@ def most_slots(adder: PrefillAdder, req: WaitingRequest) -> int:
 def lacks_copy(adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> bool:
     """True if a request that was retracted fits in the pool, but not with a copy of what survives of it: it would wait
     for that room for ever once the tree has all of its KV, and end the pool."""
+    if req.retraction_count == 0:
+        return False
     is_over = schedule.is_over(state.settings, len(req.full_untruncated_fill_ids), adder.page_size)
-    return req.retraction_count > 0 and is_over and num_with_copy(adder, req, state) > most_slots(adder, req)
+    return is_over and num_with_copy(adder, req, state) > most_slots(adder, req)
 
 
 def is_too_long(adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> bool:

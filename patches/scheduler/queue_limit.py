@@ -67,7 +67,8 @@ class FirstTokens:
     def __init__(self, limit_s: float) -> None:
         self.margin = WaitMargin(limit_s)
         self._queued_s: WeakKeyDictionary[StartedRequest, float] = WeakKeyDictionary()
-        self._begun: list[tuple[StartedRequest, float, float]] = []  # when they came to the queue, and began
+        self._begun: WeakKeyDictionary[StartedRequest, tuple[float, float]] = WeakKeyDictionary()
+        """When they came to the queue, and when they began. SGLang may forget one without ending it."""
 
     def enter(self, req: StartedRequest, now_s: float) -> None:
         """The request is in the queue."""
@@ -75,18 +76,18 @@ class FirstTokens:
 
     def begin(self, admitted: Sequence[StartedRequest], now_s: float) -> None:
         """The requests are in the batch of this round."""
-        self._begun += [(req, self._queued_s.pop(req), now_s) for req in admitted if req in self._queued_s]
+        for req in admitted:
+            if req in self._queued_s:
+                self._begun[req] = self._queued_s.pop(req), now_s
 
     def arrive(self, now_s: float) -> None:
         """A round begins: whoever has a first token by now is seen. With overlap that is a round later than the batch,
         of a prompt in chunks after the last. A clock that stood still meanwhile says nothing."""
-        left = []
-        for req, queued_s, begun_s in self._begun:
-            if not req.output_ids and not req.finished():
-                left.append((req, queued_s, begun_s))
-            elif req.output_ids and now_s > begun_s:
+        for req, (queued_s, begun_s) in list(self._begun.items()):
+            if req.output_ids and now_s > begun_s:
                 self.margin.observe(now_s - queued_s)
-        self._begun = left
+            if req.output_ids or req.finished():
+                del self._begun[req]
 
 
 class AbortTrace(Protocol):

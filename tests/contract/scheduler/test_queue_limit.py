@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from http import HTTPStatus
@@ -160,7 +161,12 @@ def test_a_prompt_in_chunks_has_its_first_token_after_the_last() -> None:
     watched.begin([gone], 6.5)
     gone.is_over = True
     watched.arrive(7.0)
-    assert seen == [4.0] and not watched._begun
+    forgotten = FakeReq("aborted while it waited to run again")
+    watched.enter(forgotten, 7.0)
+    watched.begin([forgotten], 7.5)
+    del forgotten
+    gc.collect()
+    assert seen == [4.0] and not len(watched._begun)
 
 
 def test_who_comes_while_a_batch_is_made_waits_behind_those_that_are_hidden() -> None:
