@@ -15,13 +15,15 @@ prefilling it again, so that only what loses little is compressed at first."""
 
 _LEAST_FACTOR, _MOST_FACTOR = 1e-3, 1e4
 GAIN = 0.01  # of log alpha, for a usual hit that lost its whole allowance too much
-MOST_OVER = 30.0  # allowances of a usual hit that one hit may count as; without a bound a single long one decides
+EARLY_GAIN, EARLY_HITS = 0.1, 20.0  # the gain at first, and the usual hits after which it is half of that
+MOST_RISE = 0.3  # of log alpha, by one hit: without a bound a single long one decides
 REFUSED_SHARE = 0.7  # of a loss that was not served, for alpha: what is refused costs time and not quality
 MAX_CREDIT = 500  # usual hits whose unspent allowance is kept
 MEMORY = 500  # hits over which the figures shown are averaged
 _ROUNDING = 1e-9  # of a mean quality
 _SIZE_MEMORY = 50  # hits, for the tokens of a usual one
 _SIZE_TOKENS = 4096.0  # of a usual one before any was seen
+_SIZE_PRIOR = 64.0  # tokens that were seen in such a one, to start with
 
 PAUSE_S = 2.0
 PAUSE_S_PER_NODE = 1e-3
@@ -61,7 +63,8 @@ class QualityTarget:
     (``num_affordable``) but computed anew, which makes it exact: that holds the target at once, whatever lies in the
     cache. Alpha follows with integral control of its logarithm: it rises where more would have been spent than is
     earned, falls where less is, and so moves the work from recomputing to not compressing. It is a factor times the
-    seconds in which a usual prefix is prefilled, so that it follows other contexts and other machines at once.
+    seconds in which a usual prefix is prefilled, so that it follows other contexts and other machines at once. The
+    first hits move it more: it starts near exact, and what comes in the first minutes would else be kept so.
 
     Pure: all inputs are values that are equal on every rank, and so is every answer. With a quality of 1 nothing lossy
     is ever affordable, and alpha stays. Raises ValueError for a quality outside (0, 1].
@@ -76,8 +79,9 @@ class QualityTarget:
         """Tokens that may be lost beyond what the next hits earn; below 0 where too many were."""
         self._log_factor = math.log(START_FACTOR)
         self._moved_s = -math.inf
-        self._usual_tokens, self._num_hits = _SIZE_TOKENS, 0
+        self._hit_tokens, self._size_sum = _SIZE_PRIOR, _SIZE_PRIOR * _SIZE_TOKENS
         self._recent_tokens = self._recent_lost = 0.0
+        self._usual_hits = 0.0
         self._correction = QualityCorrection(1.0 - quality)
         self._now_s = 0.0
 
@@ -101,8 +105,9 @@ class QualityTarget:
         num_tokens = served.num_tokens + refused.num_tokens
         if not num_tokens:
             return
-        self._num_hits += 1
-        self._usual_tokens += (num_tokens - self._usual_tokens) / min(self._num_hits, _SIZE_MEMORY)
+        fade = 1.0 - 1.0 / _SIZE_MEMORY
+        self._hit_tokens = fade * self._hit_tokens + num_tokens
+        self._size_sum = fade * self._size_sum + num_tokens * num_tokens
         fade = 1.0 - 1.0 / MEMORY
         self._recent_tokens = self._recent_tokens * fade + served.num_tokens
         self._recent_lost = self._recent_lost * fade + served.lost
@@ -113,8 +118,16 @@ class QualityTarget:
         self.credit += earned * served.num_tokens - correction * served.lost
         self.credit = min(self.credit, MAX_CREDIT * usual)
         over = correction * (served.lost + REFUSED_SHARE * refused.lost) - earned * num_tokens
-        self._log_factor += GAIN * min(max(over / usual, -1.0), MOST_OVER)
+        self._usual_hits += num_tokens / self._usual_tokens
+        gain = max(GAIN, EARLY_GAIN / (1.0 + self._usual_hits / EARLY_HITS))
+        self._log_factor += min(gain * max(over / usual, -1.0), MOST_RISE)
         self._log_factor = min(max(self._log_factor, math.log(_LEAST_FACTOR)), math.log(_MOST_FACTOR))
+
+    @property
+    def _usual_tokens(self) -> float:
+        """Size of the hit in which a token is served, on average: hits of a first token alone do not count for more
+        than their one token."""
+        return self._size_sum / self._hit_tokens
 
     # ---- what it was worth
 

@@ -12,7 +12,7 @@ from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.policy import make_planner, quality_correction, quality_target
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.quality_target import QualityTarget, Share
+from sglang_evicpress.policy.quality_target import EARLY_GAIN, QualityTarget, Share
 
 PREFILL = PrefillCost(0.01, 1e-4, 0.0)
 ALLOWED = Share(1000, 1000 * 0.03)
@@ -36,22 +36,45 @@ def test_a_quality_that_cannot_be_held_is_refused(quality: float) -> None:
 
 
 def test_it_starts_near_exact() -> None:
-    """A loss of 0.033 costs as much as prefilling the prefix again."""
+    """A loss of 0.033 costs as much as prefilling the prefix again; the first hit that loses nothing lowers that."""
     target = QualityTarget(0.97)
     target.note_hit(exact(2000))
-    assert target.next_alpha(0.0, PREFILL) == pytest.approx(30.0 * 2000 * 1e-4, rel=0.02)
+    assert target.next_alpha(0.0, PREFILL) == pytest.approx(math.exp(-EARLY_GAIN) * 30.0 * 2000 * 1e-4, rel=0.05)
+
+
+def test_hits_of_a_first_token_alone_move_nothing() -> None:
+    """Prompts that share no more than that tell nothing of what a usual prefix costs or loses."""
+    target, other = QualityTarget(0.97), QualityTarget(0.97)
+    for _ in range(3):
+        for _ in range(36):
+            target.note_hit(Share(1, 0.0))
+        for each in (target, other):
+            each.note_hit(exact(2000))
+    assert alpha_after(target) == pytest.approx(alpha_after(other), rel=0.1)
+
+
+def test_the_first_hits_move_alpha_most() -> None:
+    """A server that begins with exact KV is where it should be after some dozens of them, not hundreds."""
+    target, late = QualityTarget(0.97), QualityTarget(0.97)
+    for _ in range(500):
+        late.note_hit(ALLOWED)
+    before = alpha_after(late)
+    for _ in range(60):
+        target.note_hit(exact())
+        late.note_hit(exact())
+    assert alpha_after(target) < alpha_after(QualityTarget(0.97)) / 8
+    assert alpha_after(late) > before / 2
 
 
 def test_unspent_credit_lowers_alpha_and_losses_raise_it() -> None:
-    start, spent, saved, lossy = (QualityTarget(0.97) for _ in range(4))
+    spent, saved, lossy = (QualityTarget(0.97) for _ in range(3))
     for _ in range(300):
         spent.note_hit(ALLOWED)
         saved.note_hit(exact())
         lossy.note_hit(Share(1000, 90.0))
-    start.note_hit(exact())
-    assert alpha_after(spent) == pytest.approx(alpha_after(start), rel=0.02)
-    assert alpha_after(saved) < alpha_after(start) / 10
-    assert alpha_after(lossy) > 10 * alpha_after(start)
+    assert alpha_after(spent) == pytest.approx(30.0 * 1000 * 1e-4, rel=0.02)  # where it started
+    assert alpha_after(saved) < alpha_after(spent) / 10
+    assert alpha_after(lossy) > 10 * alpha_after(spent)
 
 
 def test_what_is_refused_raises_alpha_as_well() -> None:
