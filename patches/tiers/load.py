@@ -17,6 +17,10 @@ from sglang_evicpress.tiers.jobs import Job
 LAYER_DEADLINE_S = 0.5
 """What attention waits for a layer; then the waiting thread copies it itself, and those after it that are not there."""
 
+GROUP_SHARES = 4.0
+"""Of what a part may copy at a time, that all parts together may: a quarter of a gigabyte, some milliseconds, in a few
+launches for each part; a launch takes a third of a millisecond of the threads that also queue the batch."""
+
 END_POLL_S = 0.001
 """Between two looks at a load that must have ended before something else is done."""
 
@@ -164,9 +168,9 @@ class Load(Job):
 
     def _groups(self) -> Iterator[range]:
         """Layers to be copied at a time: one, so that the batch can begin, then twice as many as before, up to as many
-        as all parts together may be."""
-        share = sum(1 / self._at_once(part) for part in self.parts if len(part.slots))
-        at_once = max(1, int(1 / share)) if share else len(self._here)
+        as each part, and all parts together, may be."""
+        most = [self._at_once(part) for part in self.parts if len(part.slots)] or [len(self._here)]
+        at_once = max(1, min(*most, int(GROUP_SHARES / sum(1 / one for one in most))))
         first, count = 0, 1
         while first < len(self._here):
             layers = range(first, min(first + count, len(self._here)))

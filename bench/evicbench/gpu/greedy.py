@@ -161,7 +161,8 @@ def measure_config(chosen: Settings, config: Config) -> Iterator[Figure]:
         tiers = ("--kv-host-gb", "1") if config.is_loaded else ()
         arguments = (*exactness.server_arguments(config.page_size), *tiers)
         torch.manual_seed(chosen.seed)
-        env = {} if config.is_half else {native.SWITCH: "1", "PYTHONPATH": path_with(plugin)}
+        switches = [*([] if config.is_half else [native.SWITCH]), *([native.LOADS] if config.is_loaded else [])]
+        env = dict.fromkeys(switches, "1") | {"PYTHONPATH": path_with(plugin)} if switches else {}
         with Server(launch, *arguments, log=log, env=env) as server:
             reference = Reference(model)
             findings = exactness.run_jobs(server, reference, config.page_size, jobs(chosen.tiny), config.case)

@@ -1,6 +1,8 @@
-"""A model in float32 on the GPU, as a plugin that SGLang loads beside ours: norms, rotations and activations by torch.
+"""Plugin that SGLang loads beside ours, for what the greedy check needs of a server on a GPU.
 
-SGLang's own CUDA kernels for these take 16 bits only. Attention, the pool and everything of ours stay as they are.
+A model in float32: norms, rotations and activations by torch, as SGLang's own CUDA kernels for these take 16 bits only.
+And a cache that always loads: so small a model computes most prefixes sooner. Attention, the pool and all else of ours
+stay as they are.
 """
 
 from __future__ import annotations
@@ -8,13 +10,18 @@ from __future__ import annotations
 import os
 
 SWITCH = "EVICPRESS_GPU_NATIVE"
+LOADS = "EVICPRESS_GPU_ALWAYS_LOADS"
+WAIT_S = 30.0
 NAME = "evicpress_gpu_native"
 
 
 def load() -> None:
     """SGLang calls this in each of its processes, before a model is made."""
-    if SWITCH not in os.environ:
-        return
-    from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
+    if SWITCH in os.environ:
+        from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
 
-    MultiPlatformOp.dispatch_forward = lambda self: self.forward_native
+        MultiPlatformOp.dispatch_forward = lambda self: self.forward_native
+    if LOADS in os.environ:
+        from sglang_evicpress.patches.tiers import load_terms
+
+        vars(load_terms).update(num_worth_loading=lambda pieces, *_, **__: len(pieces), deadline_s=lambda *_: WAIT_S)
