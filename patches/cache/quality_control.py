@@ -20,9 +20,9 @@ Steps = Sequence[tuple[Node, int]]
 
 
 class WeighedTerms(LogicalTime, Protocol):
-    """Time, and the costs as the policy has them."""
+    """Time, and the costs that were learned."""
 
-    weighed: CostSnapshot
+    costs: CostSnapshot
 
 
 class AlphaPolicy(Protocol):
@@ -134,7 +134,7 @@ class QualityControl:
     def follow_clock(self) -> None:
         """Called every round, but where a first token would wait for it."""
         if self.target is not None and self.target.quality < 1.0:
-            alpha = self.target.next_alpha(self.terms.now_s, self.terms.weighed.prefill, len(self.nodes))
+            alpha = self.target.next_alpha(self.terms.now_s, self.terms.costs.prefill, len(self.nodes))
             if alpha is not None:
                 self.policy.set_alpha(alpha)
 

@@ -82,7 +82,7 @@ def _measure_tiers(
             if tier == "host":
                 extra_s = max(1e-9, _median_first(answers) - at_gpu_s)
                 yield _load_figure(subject, kept, watch.loads(since), copy_rate, extra_s, num_slots)
-    yield from _measure_codecs(chosen, subject, server, prompts)
+    yield from _measure_codecs(chosen, subject, server, watch, prompts)
     described = server.get("/evicpress/tiers")
     pinned, errors = bool(described["tiers"]["host"]["is_pinned"]), described["errors"]
     if chosen.device == "cuda":
@@ -91,15 +91,26 @@ def _measure_tiers(
     yield integrity(subject, "tiers", server)
 
 
-def _measure_codecs(chosen: Settings, subject: Subject, server: Server, prompts: Prompts) -> Iterator[Figure]:
+def _measure_codecs(
+    chosen: Settings, subject: Subject, server: Server, watch: Watch, prompts: Prompts
+) -> Iterator[Figure]:
     """Exact KV by the codec that it is stored with below the GPU."""
     for codec in codecs_of(chosen):
         server.flush()
         context = prompts.draw(subject.context)
         stream(server, context)
         for tier in TIERS[1:]:
+            since = watch.num_lines
             answers = _first_tokens(server, subject, prompts, tier, context, codec)
             yield _ttft_figure(subject, f"stored by {codec}, from {tier}", 1.0, answers)
+            if tier == "host" and (loads := [load for load in watch.loads(since) if load.seconds > 0]):
+                yield Figure(
+                    f"{subject.name}: load back from host, stored by {codec}",
+                    1e3 * statistics.median(load.seconds for load in loads),
+                    "ms from the first copy to the last row",
+                    detail=f"{max(load.num_bytes for load in loads) / 1e9:.2f} GB, "
+                    f"{1e3 * statistics.median(load.thread_s for load in loads):.1f} ms of CPU to queue",
+                )
 
 
 def codecs_of(chosen: Settings) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from evicbench.policy import evictors, quality_target, rivals
+from evicbench.policy import evictors, quality_target, rivals, served_quality
 from evicbench.policy.exact_requests import measure_exact_requests
 from evicbench.policy.optimality import measure_optimality
 from evicbench.policy.speed import measure_speed
@@ -60,3 +60,4 @@ for trace in ("miniswe", "mooncake", "weka"):
 for trace in ("mooncake", "weka"):
     MEASUREMENTS[f"quality-target-wrong-curves-{trace}"] = Measurement(partial(quality_target.wrong_curves, trace))
 MEASUREMENTS["quality-target-spliced"] = Measurement(quality_target.spliced)
+MEASUREMENTS["quality-target-served"] = Measurement(served_quality.measure)
