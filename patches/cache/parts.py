@@ -346,7 +346,7 @@ class Parts:
             tree.quality.clear,
             self.slot_checks.clear,
         )
-        terms.advanced.subscribe(self.moves.retry_failed, tree.quality.refresh_default)
+        terms.advanced.subscribe(self.moves.retry_failed, tree.quality.refresh_default, self.shadows.expire_shadows)
         self.round_begun.subscribe(
             self.quality_control.follow_clock, tree.queued_hits.grow_older, tree.policy.advance, tree.quality.advance
         )

@@ -388,13 +388,12 @@ class EvicPressCache(RadixCache):
     def _give(self, req: Any, key: RadixKey, own: torch.Tensor, adopted: int) -> list[Any]:
         """Put a request's own KV ``own`` (of the tokens of ``key`` from ``adopted`` on) into the tree.
 
-        The tree keeps what it has unless the request's is a promotion; slots nobody keeps are freed. Returns the nodes
-        of ``key`` beyond ``adopted``.
+        The tree keeps what it has unless the request's is a promotion; the rest is freed. Returns the nodes from there.
         """
         view = self.views.view_of(req)
         priority = getattr(req, "priority", 0) or 0
         path = self._take(self._steps(key))
-        beyond, parts, gains, known = [], [], list[float](), 0
+        beyond, parts, gains, kept, known = [], [], list[float](), set[int](), 0
         for node, gain in zip(path, self.parts.quality_control.gains(req, path, view.is_lossy), strict=True):
             node.priority = max(node.priority, priority)
             begin, known = known, known + len(node.key)
@@ -410,6 +409,7 @@ class EvicPressCache(RadixCache):
                 self.parts.tiers.fill_replace.replace(node, node_slots, view.is_lossy)
             else:
                 self.ledger.free(node_slots)
+                kept.add(node.id)
         parent, rest = path[-1] if path else self.root_node, own[known - adopted : len(key) - adopted]
         if parent is not self.root_node and parent.id not in self.nodes:  # dropped: there was no memory to trim it
             self.ledger.free(rest)
@@ -421,7 +421,7 @@ class EvicPressCache(RadixCache):
             beyond.append(leaf)
         if (seconds := retention_s(req.sampling_params.custom_params)) and (last := [*path, *beyond][-1:]):
             self.queued_hits.retain(path_to(last[0]), seconds)
-        for node in beyond if view.is_lossy else ():
+        for node in [node for node in beyond if node.id not in kept] if view.is_lossy else ():
             node.kv.prefix_quality = min(node.kv.prefix_quality, getattr(req, "evicpress_prefix_quality", 1.0))
         return beyond
 

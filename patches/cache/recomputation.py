@@ -39,7 +39,11 @@ class Recomputation:
     def count_admitted(self, req: QueuedRequest, _path: Sequence[Node], num_cached: int) -> None:
         """The request runs with so many tokens of its prompt from the cache."""
         counts, tokens = self.counts, req.origin_input_ids
-        counts.admit(len(tokens), min(num_cached, len(tokens)))
+        num_cached = min(num_cached, len(tokens))
+        if req.retracted_stain:  # its prompt was counted when it first ran
+            counts.compute_again("retracted", len(tokens) - num_cached)
+            return
+        counts.admit(len(tokens), num_cached)
         known = self.tree.known_of(req)
         num_known = sum(matched for _, matched in known)
         if num_known > num_cached:
@@ -52,9 +56,6 @@ class Recomputation:
                 self.note_not_loaded(req, num_known - num_cached)
         begin = max(num_known, num_cached)
         if begin + self.page_size >= len(tokens):
-            return
-        if req.retracted_stain:
-            counts.blame("retracted", len(tokens) - begin)
             return
         for drop in counts.miss(tokens, begin, req.extra_key, self.page_size):
             self.regret(drop.number, drop.recompute_s)

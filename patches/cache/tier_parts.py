@@ -151,6 +151,7 @@ class TierParts:
             self.removal,
             costs=lambda: tree.terms.costs,
             busy_s=lambda: tree.background_clock.busy_s,
+            room=self.host_room.room,
         )
         self.demotion = Demotion(
             nodes, tree.adapters, self.placement, self.removal, self.gpu_ops, self.host_compression, self.backup

@@ -12,6 +12,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_evicpress.patches.compat.release import RELEASE, REQUEST_KV
 from sglang_evicpress.patches.profiling.shadows import Space
+from sglang_evicpress.patches.scheduler.held_messages import HeldMessages
 from sglang_evicpress.patches.tiers.prefetches import Prefetch
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.types import Batch, CostTerms, Request, Scheduler, WaitingTree
@@ -55,6 +56,7 @@ class BackgroundRequests:
         self._hidden: list[Request] = []
         # of the background requests, by id(): those whose namespace has held all of its context
         self._whole: set[int] = set()
+        self._held = HeldMessages()
 
     def receive_background(self, req: Request) -> None:
         """A request in a shadow has entered the queue."""
@@ -89,6 +91,39 @@ class BackgroundRequests:
         self._budget_s = self.terms.costs.prefill.fixed_s
         if self._num_users_running > 0 and not self.throttle.may_go_on:
             self._retract(scheduler)
+
+    # ---- messages that need an idle server
+
+    def sift(self, received: list[object], now_s: float) -> None:
+        """See ``HeldMessages``."""
+        self._held.sift(received, self, now_s)
+
+    @property
+    def has_background(self) -> bool:
+        return bool(self.background_requests)
+
+    @property
+    def has_users(self) -> bool:
+        scheduler = self.tree.scheduler
+        if scheduler is None:
+            return False
+        return num_users_running(scheduler) > 0 or bool(self.without_background(scheduler.waiting_queue))
+
+    @property
+    def is_idle(self) -> bool:
+        scheduler = self.tree.scheduler
+        return scheduler is None or scheduler.is_fully_idle()
+
+    def give_way(self) -> None:
+        """Give every background request up: the server is to be idle."""
+        scheduler = self.tree.scheduler
+        if scheduler is None:
+            return
+        for req in list(self.background_requests):
+            if req.to_finish is None and not req.finished():
+                self._give_up(scheduler, req, "the server is to be idle")
+
+    # ---- rounds
 
     def hide_background(self, scheduler: Scheduler) -> None:
         """Take those that may not begin now out of the queue until ``show_background``: SGLang looks every request that

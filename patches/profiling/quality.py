@@ -111,6 +111,7 @@ class Quality:
         self._prior = None if self.config.curves is None else Curves.from_json(self.config.curves)
         self._contexts: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
         self._node_of_context: dict[bytes, int] = {}
+        self._is_complete: dict[bytes, tuple[Profile, bool]] = {}  # whether all forms were measured in it
         self.judged = Signal[[Sequence[tuple[float, float]]]]()
         self._profiled_nodes = ProfiledNodes()
         self._sought: list[tuple[Profile, list[int]]] = []  # with the ids of nodes that may end its context
@@ -221,7 +222,11 @@ class Quality:
         return self.expectation_of(node).quality(replace(form, kept_fraction=kept)) if kept > 0.0 else 0.0
 
     def find_profiles(self, leaf: Node) -> None:
-        """A new leaf may complete contexts that were profiled before."""
+        """A new leaf may complete contexts that were profiled before. Nobody knows any more what the lossy prefix was
+        worth that one below the GPU was computed on: it may have been the worst form that was measured."""
+        if leaf.kv.is_lossy_prefix and leaf.value is None:
+            measured = [value for value in self.default_expectation.vector if value > 0.0]
+            leaf.kv.prefix_quality = min(measured, default=0.0)
         if not len(self.catalog) or leaf.kv.is_shadow or not leaf.kv.is_text:
             return
         for key in context_keys(self.profile_identity, leaf.key.extra_key, tokens_to(leaf), start_of(leaf)):
@@ -353,8 +358,13 @@ class Quality:
         profile = self.catalog.get(key)
         if profile is None or self._watch.was_profiled(key):
             return profile is not None
-        curves = self.catalog.curves_of(key)
-        return all(curves.knows(form) for form in self.forms[1:])
+        known = self._is_complete.get(key)
+        if known is None or known[0] is not profile:
+            if len(self._is_complete) > 2 * len(self._node_of_context):
+                self._is_complete.clear()
+            curves = self.catalog.curves_of(key)
+            known = self._is_complete[key] = profile, all(curves.knows(form) for form in self.forms[1:])
+        return known[1]
 
     def note_observed(self, key: bytes, pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
         """Answers about a context were scored under its exact KV: (predicted, observed) qualities."""

@@ -21,6 +21,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_evicpress.patches.compat.release import RELEASE, REQUEST_KV
+from sglang_evicpress.patches.scheduler.held_messages import GiveWay
 from sglang_evicpress.patches.tiers.agreement import Agreement, News
 from sglang_evicpress.patches.tree.types import Batch, QueuedRequest, Request, Scheduler
 from sglang_evicpress.policy.cost_model import CostSnapshot
@@ -180,6 +181,8 @@ class HookedGuests(Protocol):
     def end_round(self, batch: Batch | None) -> None: ...
     def without_background(self, waiting: list[Request]) -> list[Request]: ...
     def is_background(self, req: Request) -> bool: ...
+    def sift(self, received: list[object], now_s: float) -> None: ...
+    def give_way(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,15 +240,19 @@ def attach(cache: HookedCache) -> None:
 def _after_pull_raw_reqs(received: list[object] | None, receiver: object) -> None:
     """AFTER ``_pull_raw_reqs``: a list only on the rank that receives."""
     cache = _cache
-    if received is None or cache is None or not (received or cache.has_news()):
+    if received is None or cache is None:
+        return
+    now_s = time.monotonic()
+    cache.background.sift(received, now_s)
+    if not (received or cache.has_news()):
         return
     agreement = cache.agreement
     news = None if agreement is None else agreement.news()
-    received.insert(0, Stamp(time.monotonic(), cache.prefill_times.costs, cache.prefetches.congestion.value, news))
+    received.insert(0, Stamp(now_s, cache.prefill_times.costs, cache.prefetches.congestion.value, news))
 
 
 def _after_init_request_dispatcher(_: None, scheduler: HookedScheduler) -> None:
-    scheduler._request_dispatcher += TypeBasedDispatcher([(Stamp, _take_stamp)])
+    scheduler._request_dispatcher += TypeBasedDispatcher([(Stamp, _take_stamp), (GiveWay, _give_way)])
 
 
 def _take_stamp(stamp: Stamp) -> None:
@@ -253,6 +260,11 @@ def _take_stamp(stamp: Stamp) -> None:
         if _cache.agreement is not None and stamp.news is not None:
             _cache.agreement.take(stamp.news)
         _cache.advance(stamp.now_s, stamp.costs, stamp.congestion)
+
+
+def _give_way(_: GiveWay) -> None:
+    if _cache is not None:
+        _cache.background.give_way()
 
 
 def _after_add_request_to_queue(_: None, scheduler: Scheduler, req: QueuedRequest, *__: object, **___: object) -> None:

@@ -205,7 +205,17 @@ def _around_add_request_to_queue(
         if wait_s is not None:
             _refuse(scheduler, req, wait_s, limit_s)
             return
-    original(scheduler, req, *args, **kwargs)
+    users = cache.background.without_background(scheduler.waiting_queue) if is_new_user else scheduler.waiting_queue
+    if len(users) == len(scheduler.waiting_queue):
+        original(scheduler, req, *args, **kwargs)
+        return
+    # ``--max-queued-requests`` counts who waits: profiling refuses no user.
+    background = [each for each in scheduler.waiting_queue if cache.background.is_background(each)]
+    scheduler.waiting_queue = users
+    try:
+        original(scheduler, req, *args, **kwargs)
+    finally:
+        scheduler.waiting_queue[:0] = background
 
 
 def _refuse(scheduler: LimitedScheduler, req: LimitedRequest, wait_s: float, limit_s: float) -> None:

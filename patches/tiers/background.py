@@ -176,6 +176,8 @@ class BackgroundDemotion:
         tier, form, kv = option.tier, option.form, node.kv
         if not (kv.is_text and kv.is_finite):
             return True  # it is dropped when it has to go
+        if tier == Tier.SSD and not self.ssd.may_write:
+            tier = Tier.HOST  # from where it goes on when it can
         if (form is None or form.decoded != kv.form) and self._lacks_exact(node):
             return self.backup.start_copy(node, Tier.SSD, keeps_planned=True)
         if tier is None or tier == Tier.GPU or (tier == Tier.SSD and not self.names.may_reach_ssd(node)):
@@ -259,7 +261,7 @@ class BackgroundDemotion:
     def _lacks_exact(self, node: Node) -> bool:
         """True if a node that is about to become lossy should have its exact KV on the SSD first: it is had sooner from
         there than by computing it, and a policy that plans promotions may give it back."""
-        is_missing = self.storage.ssd is not None and not is_lossy(node) and Tier.SSD not in node.kv.copies
+        is_missing = self.ssd.may_write and not is_lossy(node) and Tier.SSD not in node.kv.copies
         if not is_missing or not self.controller.planner.has_utility or not self.names.may_reach_ssd(node):
             return False
         num_tokens = len(node.key)

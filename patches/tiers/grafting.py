@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from sglang_evicpress.core import Tier
@@ -162,7 +163,7 @@ class Grafting:
         path = tree._take(steps)
         parent = path[-1] if path else tree.root_node
         tokens = key.token_ids[:0]
-        tokens.extend(int.from_bytes(header.tokens[i : i + 4], "little") for i in range(0, len(header.tokens), 4))
+        tokens.extend(np.frombuffer(header.tokens, "<u4").tolist())
         key_found = type(key)(tokens, key.extra_key)
         is_new = key_found.child_key(self.page_size) not in parent.children
         if not is_new or not parent.kv.is_text or first_outside(tokens, tree.vocab_size) is not None:
@@ -198,6 +199,8 @@ class Grafting:
 def _repeats(path: list[Node], layout: SurvivorLayout) -> bool:
     """True if survivors behind a path are of positions that the path holds itself in the same head: the entry is the
     lower part of a node that was split after it was compressed, and the path holds other KV now (see drop_overlaps)."""
+    if not path or not layout.has_any(0, start_of(path[-1]) + len(path[-1].key)):
+        return False  # as nearly always: only a piece of a split holds one before its node
     for node in path:
         begin = start_of(node)
         if node.kv.layout is None:

@@ -168,6 +168,7 @@ class Compression(Job):
     ) -> None:
         super().__init__()
         self.owner, self.node_id, self.copy, self.form, self.leaves_for = owner, node.id, copy, form, leaves_for
+        self.was_on_gpu = node.value is not None
         self.is_for_ssd = is_for_ssd
         self.start_token, self.num_tokens, self.kept = start_of(node), len(node.key), kept
         self.window = owner.gpu.window_of(node)
@@ -261,6 +262,7 @@ class Compression(Job):
             node is not None
             and node.kv.copies.get(Tier.HOST) is copy
             and (self.form == copy.form or not is_reserved(node))  # who waits for it counts on what it was
+            and (self.leaves_for is None or self.was_on_gpu or node.value is None)  # nor what was used since
         ):
             made = self._made(node)
             if self.is_for_ssd:

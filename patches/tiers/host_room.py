@@ -17,8 +17,8 @@ MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
 
 @dataclass(eq=False, repr=False)
 class HostRoom:
-    """Finds host memory. ``copying_bytes`` are on their way there; ``wanted_bytes`` were not to be had when asked for
-    since the last of ``num_plans``, the most of them."""
+    """Finds host memory. ``copying_bytes`` are on their way there, but for reads from the SSD; ``wanted_bytes`` were not
+    to be had when asked for since the last of ``num_plans``, the most of them."""
 
     nodes: Mapping[int, Node]
     storage: Tiers
@@ -28,7 +28,7 @@ class HostRoom:
     changes: Changes
 
     def __post_init__(self) -> None:
-        self.copying_bytes = self.wanted_bytes = self.num_plans = 0
+        self.copying_bytes = self._reading_bytes = self.wanted_bytes = self.num_plans = 0
         self._held_bytes = 0  # of those on their way: nodes hold them already
 
     @property
@@ -36,17 +36,21 @@ class HostRoom:
         """Too much is on its way to begin another copy."""
         return self.copying_bytes > MOST_COPIED_SHARE * self.storage.host.num_bytes
 
-    def begin_copy(self, num_bytes: int, *, is_held: bool = False) -> None:
-        """``is_held``: its node counts as holding it from now on."""
+    def begin_copy(self, num_bytes: int, *, is_held: bool = False, is_read: bool = False) -> None:
+        """``is_held``: its node counts as holding it from now on; ``is_read``: it comes from the SSD."""
+        if is_read:
+            self._reading_bytes += num_bytes
+            return
         self.copying_bytes += num_bytes
         self._held_bytes += num_bytes if is_held else 0
 
-    def end_copy(self, num_bytes: int, *, is_held: bool = False) -> None:
-        self.begin_copy(-num_bytes, is_held=is_held)
+    def end_copy(self, num_bytes: int, *, is_held: bool = False, is_read: bool = False) -> None:
+        self.begin_copy(-num_bytes, is_held=is_held, is_read=is_read)
 
     def want(self, num_bytes: int) -> None:
-        """There was no room for so many bytes."""
-        self.wanted_bytes = max(self.wanted_bytes, num_bytes)
+        """There was no room for so many bytes. Nobody goes for what is only still to be taken from the system."""
+        if not self._is_coming(num_bytes):
+            self.wanted_bytes = max(self.wanted_bytes, num_bytes)
 
     def end_plan(self) -> None:
         """Room was made, as far as it could be."""
@@ -76,7 +80,7 @@ class HostRoom:
         host = self.storage.host
         num_bytes = max(1, num_bytes)  # a node may be all holes
         runs: Runs | None = host.arena.alloc(num_bytes)
-        if runs is not None or num_bytes > host.num_bytes:
+        if runs is not None or num_bytes > host.num_bytes or self._is_coming(num_bytes):
             return runs
         # Copies that would not make room enough are not given up in vain: they would only be made again.
         is_enough = num_bytes <= self.room()[Tier.HOST]
@@ -87,6 +91,11 @@ class HostRoom:
             if runs is None and not is_enough and num_bytes <= self.room()[Tier.HOST]:
                 runs = self._room_of_spare_copies(num_bytes, keep, keeps_planned=keeps_planned)
         return runs
+
+    def _is_coming(self, num_bytes: int) -> bool:
+        """True if so many bytes are free as soon as memory that is on its way is there."""
+        host = self.storage.host
+        return host.arena.is_growing and host.free_bytes >= num_bytes
 
     def _room_of_spare_copies(self, num_bytes: int, keep: Collection[int], *, keeps_planned: bool) -> Runs | None:
         arena = self.storage.host.arena
@@ -125,7 +134,7 @@ class HostRoom:
         """Free bytes below the GPU, redundant copies counted as free."""
         free_bytes = {}
         if self.storage.has_host:
-            taken = self.plans.held_bytes(Tier.HOST) + self.copying_bytes - self._held_bytes
+            taken = self.plans.held_bytes(Tier.HOST) + self._reading_bytes + self.copying_bytes - self._held_bytes
             free_bytes[Tier.HOST] = max(0, self.storage.host.num_bytes - taken)
         if self.storage.ssd is not None:
             free_bytes[Tier.SSD] = self.storage.ssd.room

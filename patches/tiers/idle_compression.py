@@ -78,10 +78,10 @@ class IdleCompression:
         return bool(decisions)
 
     def _is_free_on_ssd(self, node: Node) -> bool:
-        """True if only the SSD has it, in an entry of its own for which host memory is free, and nobody waits for
-        it."""
+        """True if only the SSD has it, in an entry of its own for which host memory is free, or taken by copies of
+        what the GPU has, and nobody waits for it."""
         if node.lock_ref > 0 or is_reserved(node) or node.kv.job is not None or tier_of(node) != Tier.SSD:
             return False
         entry = node.kv.copies[Tier.SSD].entry
-        fits = entry.header.payload_bytes <= self.storage.host.free_bytes
+        fits = entry.header.payload_bytes <= self.room().get(Tier.HOST, 0)
         return fits and len(entry.owners) == 1 and not self.compression.has_failed(node)

@@ -125,6 +125,7 @@ class Placement:
         kv = node.kv
         _describe(kv, copy)
         kv.form = copy.form.decoded
+        kv.is_leaving = False  # it was to go to the SSD, of which its owner may have been told no end
         kv.version += 1
         if copy.layout is None:
             kv.slots, value = None, slots.clone()

@@ -225,7 +225,8 @@ class Prefetcher:
             copy = node.kv.copies.get(Tier.SSD)
             if now - self.ssd.seen_s < EXPLORE_S or node.id not in self.nodes:
                 return
-            if copy is not None and Tier.HOST not in node.kv.copies and self.ssd.start_read(copy.entry) is not None:
+            if copy is not None and Tier.HOST not in node.kv.copies:
+                self.ssd.start_read(copy.entry, is_awaited=False)
                 self.ssd.note_seen(now)
 
 

@@ -150,9 +150,16 @@ class Removal:
                     self.after_loss(node)
 
     def flush_tier_copies(self, tier: Tier) -> None:
-        """Forget every copy on a tier that nobody uses now; nodes that have one below stay."""
+        """Forget every copy on a tier that nobody uses now; nodes that have one below stay. On the SSD also copies of
+        what requests hold on the GPU: of its entries only those stay that are still to be loaded.
+        """
         for node in list(iter_nodes(self.leaves.root))[::-1]:
-            if node.id not in self.nodes or node.lock_ref > 0:
+            if node.id not in self.nodes:
+                continue
+            if node.lock_ref > 0:
+                if tier == Tier.SSD and tier in node.kv.copies and node.value is not None:
+                    self.placement.remove_copy(node, tier)
+                    self.after_loss(node)
                 continue
             if tier == Tier.GPU:
                 if node.value is None or has_child_on_gpu(node):

@@ -36,6 +36,7 @@ class Reservations:
     def __post_init__(self) -> None:
         self.node_ids: dict[int, None] = {}
         self.pinned_slots = 0
+        self._known: tuple[int, set[HostEntry | SsdEntry], int] | None = None
 
     def pin(self, prefetch: Prefetch, resident: list[Node]) -> None:
         """Keep what the request will use on the GPU there, within ``MOST_PINNED_SHARE``."""
@@ -66,19 +67,33 @@ class Reservations:
             if copy is not None and not is_first and not self.may_reserve(copy.entry):
                 return
             self.node_ids[node.id] = None
+            if self._known is not None and copy is not None and copy.entry not in self._known[1]:
+                num_reads, entries, num_bytes = self._known
+                entries.add(copy.entry)
+                self._known = num_reads, entries, num_bytes + _bytes_of(copy.entry)
         prefetch.reserved[node.id] = node
         node.kv.num_prefetches += 1
         self.changed(node)
 
     def may_reserve(self, entry: HostEntry | SsdEntry) -> bool:
         """True if waiting requests may hold one more entry on the host."""
-        num_bytes = sum(map(_bytes_of, {*self._entries(), entry}))
+        _, entries, num_bytes = self._counted()
+        num_bytes += 0 if entry in entries else _bytes_of(entry)
         return num_bytes <= MOST_PREFETCH_SHARE * self.storage.host.num_bytes
 
     @property
     def num_bytes(self) -> int:
         """Host memory that waiting requests hold, or will once it is read."""
         return sum(map(_bytes_of, self._entries()))
+
+    def _counted(self) -> tuple[int, set[HostEntry | SsdEntry], int]:
+        """Number of reads, what is held, and its bytes: counted anew once something was released or a read has begun
+        or ended. Each of hundreds of nodes is asked about at every look at the queue."""
+        num_reads = len(self.ssd.reads)
+        if self._known is None or self._known[0] != num_reads:
+            entries = self._entries()
+            self._known = num_reads, entries, sum(map(_bytes_of, entries))
+        return self._known
 
     def _entries(self) -> set[HostEntry | SsdEntry]:
         """What waiting requests hold on the host, and what is being read, whose memory is taken."""
@@ -92,6 +107,7 @@ class Reservations:
 
     def release(self, prefetch: Prefetch) -> None:
         """A request holds nothing any more."""
+        self._known = None if prefetch.reserved else self._known
         for node in prefetch.reserved.values():
             node.kv.num_prefetches -= 1
             if node.kv.num_prefetches == 0:
@@ -104,6 +120,7 @@ class Reservations:
     def split(self, upper: Node, lower: Node, prefetches: Collection[Prefetch]) -> None:
         """``upper`` was split off ``lower``: both are held by whoever held that."""
         if lower.kv.num_prefetches:
+            self._known = None
             upper.kv.num_prefetches, self.node_ids[upper.id] = lower.kv.num_prefetches, None
             for prefetch in prefetches:
                 if lower.id in prefetch.reserved:
@@ -111,6 +128,7 @@ class Reservations:
 
     def clear(self) -> None:
         """The tree is gone, and with it every lock."""
+        self._known = None
         self.node_ids.clear()
         self.pinned_slots = 0
 

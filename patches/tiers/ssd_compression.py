@@ -30,7 +30,7 @@ class _Rewrite:
 
 @dataclass(eq=False, repr=False)
 class SsdCompression:
-    """Carries one rewrite out at a time. ``busy_s``: when a request last ran or waited."""
+    """Carries one rewrite out at a time. ``busy_s``: when a request last ran or waited; ``room``: free bytes."""
 
     nodes: Mapping[int, Node]
     storage: Tiers
@@ -40,6 +40,7 @@ class SsdCompression:
     _: KW_ONLY
     costs: Callable[[], CostSnapshot]
     busy_s: Callable[[], float]
+    room: Callable[[], Mapping[Tier, int]]
 
     def __post_init__(self) -> None:
         self._rewrite: _Rewrite | None = None
@@ -94,8 +95,8 @@ class SsdCompression:
         load_s = self.costs().load_seconds(Tier.SSD, copy.entry.header.payload_bytes)
         if self.ssd.reads or self.storage.now_s() - self.busy_s() < load_s:
             return True  # a request that comes now would have to wait for it: none came for as long as it takes
-        # Nothing makes room for it: what the host has is of more use than a smaller form on the SSD.
-        is_free = self.storage.host.free_bytes >= copy.entry.header.payload_bytes
+        # Only copies of what the GPU has make room for it: what else the host has is of more use than a smaller form.
+        is_free = self.room().get(Tier.HOST, 0) >= copy.entry.header.payload_bytes
         rewrite.is_read = is_free and self.ssd.start_read(copy.entry) is not None
         return rewrite.is_read
 

@@ -49,7 +49,7 @@ class SsdReads(Protocol):
     def is_freeing_host(self) -> bool: ...
     @property
     def is_answering(self) -> bool: ...
-    def start_read(self, entry: SsdEntry) -> Read | None: ...
+    def start_read(self, entry: SsdEntry, *, is_awaited: bool = True) -> Read | None: ...
     def note_seen(self, now_s: float) -> None: ...
 
 
@@ -212,14 +212,17 @@ class SsdIo:
                 self.placement.remove_copy(node, Tier.SSD)
                 self.changes.changed(node)
 
-    def start_read(self, entry: SsdEntry) -> Read | None:
+    def start_read(self, entry: SsdEntry, *, is_awaited: bool = True) -> Read | None:
         """Begin to read an SSD entry into the host, for all nodes that hold a piece of it; the job, None without
-        room, or while the disk does not answer."""
+        room, or while the disk does not answer. Nothing makes room for one that nobody waits for."""
         if not self.ssd.is_answering:
             self.storage.counts["reads_of_a_hung_ssd"] += 1
             return None
         if entry.read is None:
-            runs = self.room.host_room(entry.header.payload_bytes)
+            find_room = self.room.host_room if is_awaited else self.room.free_room
+            runs = find_room(entry.header.payload_bytes)
+            if runs is None and not is_awaited:
+                return None
             if runs is None:
                 self.room.want(entry.header.payload_bytes)
                 self.mark_dirty()
@@ -352,6 +355,7 @@ class Read(Job):
 
     def start(self) -> None:
         self.owner.reads[self] = None
+        self.owner.room.begin_copy(self.num_bytes, is_read=True)
         self.owner.storage.host.pin(self.host)
         self.owner.storage.submit("read", self)
 
@@ -369,6 +373,7 @@ class Read(Job):
         owner, entry = self.owner, self.entry
         entry.read = None
         owner.reads.pop(self, None)
+        owner.room.end_copy(self.num_bytes, is_read=True)
         if self.error is None:
             owner.storage.counts["read"] += 1
             self.host.checked_s = owner.storage.now_s()

@@ -160,6 +160,9 @@ class Scheduler(Protocol):
     def _add_request_to_queue(self, req: Request, is_retracted: bool = False) -> None:
         """Let a request wait, anew where it was retracted."""
 
+    def is_fully_idle(self) -> bool:
+        """True if nothing runs or waits."""
+
 
 class Attached(Protocol):
     """A cache that knows its scheduler, once that is complete."""

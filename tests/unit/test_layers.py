@@ -243,8 +243,10 @@ BENCH = Path(__file__).parents[2] / "bench" / "evicbench"
 BENCH_FLOORS = (
     ("__init__", "paths", "report", "testbed"),
     ("moves", "plugins", "pytest_runs", "streams", "stress"),
-    ("correctness", "demo", "house", "policy"),
-    ("decode_budget", "geometry", "gpu", "serving", "tiers"),
+    ("correctness", "demo", "house"),
+    ("serving",),
+    ("policy",),
+    ("decode_budget", "geometry", "gpu", "tiers"),
     ("budgets", "codecs", "kernels_cpu", "load", "mend", "profiler", "releases", "trust"),
     ("families", "operator"),
 )

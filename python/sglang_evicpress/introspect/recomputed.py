@@ -62,6 +62,10 @@ class Recomputed:
         self.prompt_tokens += num_tokens
         self.computed["new"] += max(0, num_tokens - num_cached)
 
+    def compute_again(self, reason: str, num_tokens: int) -> None:
+        """So many tokens of a prompt that was admitted before are computed anew, for this reason."""
+        self.computed[reason] += num_tokens
+
     def blame(self, reason: str, num_tokens: int) -> None:
         """So many tokens of those that were just counted as new are none: they are computed for this reason."""
         self.computed[reason] += num_tokens

@@ -610,7 +610,7 @@ def test_a_shadow_that_nobody_uses_any_more_is_closed_for_the_next() -> None:
     walk.cache.shadows.expire_shadows()
     assert {held.id, asked.id} <= {*walk.cache.shadows.spaces}
     walk.cache.terms.now_s += half
-    walk.cache.shadows.expire_shadows()
+    walk.cache.terms.advanced()
     assert held.id not in walk.cache.shadows.spaces and asked.id in walk.cache.shadows.spaces
     walk.open.pop(held.id)
 

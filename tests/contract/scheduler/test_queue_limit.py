@@ -54,6 +54,16 @@ class FakeCache:
         return [req for req in waiting if not self.is_background(req)]
 
 
+def test_background_requests_do_not_count_on_sglangs_own_limit() -> None:
+    scheduler, seen = FakeScheduler(None), list[list[str]]()
+    scheduler.waiting_queue = [FakeReq(rid) for rid in ("background 1", "user 1", "background 2")]
+    scheduler._abort_on_queued_limit = lambda req: bool(seen.append([each.rid for each in scheduler.waiting_queue]))
+    assert scheduler.add(FakeReq("user 2"))
+    assert seen == [["user 1"]] and len(scheduler.waiting_queue) == 4
+    assert scheduler.add(FakeReq("background 3"))
+    assert len(seen[1]) == 4
+
+
 class FakeScheduler:
     """SGLang's own way into the queue; a round admits ``num_slots`` and takes 0.2 s."""
 

@@ -144,6 +144,12 @@ class FakeCache:
     def note_admitted(self, req: str) -> None:
         self.expected.append(f"{req} runs")
 
+    def sift(self, received: list[object], now_s: float) -> None:
+        """Nothing has to wait."""
+
+    def give_way(self) -> None:
+        self.told.append("background requests give way")
+
     def is_background(self, req: str) -> bool:
         return req.startswith("background")
 

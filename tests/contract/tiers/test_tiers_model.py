@@ -640,6 +640,21 @@ def test_each_tier_can_be_emptied(walk: TierWalk) -> None:
     assert not nodes_of(walk) and walk.cache.ssd.store.num_entries == 0
 
 
+def test_an_emptied_ssd_leaves_no_copy_with_what_requests_hold(walk: TierWalk) -> None:
+    _, resident = cached(walk, 60)
+    walk.copy_to(resident, Tier.SSD)
+    _, below = cached(walk, 60, Tier.SSD)
+    for node in (resident, below):
+        walk.cache.inc_lock_ref(node)
+    walk.cache.parts.admin.flush_tier(Tier.SSD)
+    walk.settle()
+    assert Tier.SSD not in resident.kv.copies and Tier.SSD in below.kv.copies, "what is still to be loaded stays"
+    assert below.kv.copies[Tier.SSD].entry.ref in walk.cache.ssd.store and walk.cache.ssd.store.num_entries == 1
+    for node in (resident, below):
+        walk.cache.dec_lock_ref(node)
+    walk.check()
+
+
 def test_a_detached_ssd_keeps_its_entries_and_gives_them_back(walk: TierWalk) -> None:
     tokens, node = cached(walk, 100, Tier.SSD)
     walk.cache.parts.admin.detach_ssd()
@@ -933,7 +948,7 @@ def test_lossy_prefixes_stay_marked_over_a_restart(opened: Opened) -> None:
     walk = opened()
     assert walk.serve([*longer, 59]) == 120
     child = next(each for each in nodes_of(walk) if start_of(each) == 60)
-    assert child.kv.is_lossy_prefix and child.kv.form.is_exact
+    assert child.kv.is_lossy_prefix and child.kv.form.is_exact and child.kv.prefix_quality < 1.0
 
 
 def test_no_entry_is_served_to_another_namespace(opened: Opened) -> None:

@@ -366,6 +366,30 @@ def test_host_room_is_made_of_spare_copies_but_not_of_those_to_keep() -> None:
     assert room.host_room(5 * 4096) is None, "more than there is"
 
 
+def test_nothing_goes_for_host_memory_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is still to be taken from the system is free, and comes; KV that went for it would have gone in vain."""
+    world = World(4)
+    for node in world.nodes.values():
+        world.backup(node)
+    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes)
+    monkeypatch.setattr(type(world.host.arena), "is_growing", True)
+    monkeypatch.setattr(type(world.host), "free_bytes", 4096)
+    assert room.host_room(4096) is None
+    room.want(4096)
+    assert room.wanted_bytes == 0 and all(Tier.HOST in node.kv.copies for node in world.nodes.values())
+    assert room.host_room(8192) is not None, "more than is coming"
+
+
+def test_what_is_read_from_the_ssd_takes_host_memory() -> None:
+    world = World(1)
+    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes)
+    free = room.room()[Tier.HOST]
+    room.begin_copy(4096, is_read=True)
+    assert room.room() == {Tier.HOST: free - 4096} and not room.is_busy and not room.copying_bytes
+    room.end_copy(4096, is_read=True)
+    assert room.room() == {Tier.HOST: free}
+
+
 def test_what_a_node_holds_already_takes_host_memory_once_though_it_is_still_on_its_way() -> None:
     world, held = World(4), [0]
     plans = SimpleNamespace(held_bytes=lambda tier: held[0])
@@ -748,7 +772,14 @@ class Disk(World):
         self.num_pending_jobs = 0
         costs = CostSnapshot(PrefillCost(0.0, 1.0, 0.0), {Tier.SSD: TransferCost(5.0, 1e9)}, {})
         self.ssd_compression = SsdCompression(
-            self.nodes, self, self, self, self.removal, costs=lambda: costs, busy_s=lambda: self.busy_s
+            self.nodes,
+            self,
+            self,
+            self,
+            self.removal,
+            costs=lambda: costs,
+            busy_s=lambda: self.busy_s,
+            room=lambda: {Tier.HOST: self.host.free_bytes},
         )
 
     def start_read(self, entry: SsdEntry) -> object:
@@ -795,7 +826,7 @@ def test_an_idle_look_is_about_what_only_the_ssd_has_and_nobody_holds() -> None:
         world.ssd_compression,
         writing,
         plan,
-        lambda: {Tier.SSD: 7},
+        lambda: {Tier.HOST: 4096, Tier.SSD: 7},
         lambda: held,
         lambda decisions: None,
     )

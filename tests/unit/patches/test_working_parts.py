@@ -200,11 +200,13 @@ def test_a_round_takes_in_jobs_before_it_makes_room() -> None:
     workers.close(time.monotonic() + 5.0)
 
 
-def background(world: World, backup: object, form: Form, **planner: object) -> tuple[BackgroundDemotion, Controller]:
-    """Of a world in which the policy would have every node leave for the host in this form."""
+def background(
+    world: World, backup: object, form: Form, to: Tier = Tier.HOST, *, may_write: bool = True, **planner: object
+) -> tuple[BackgroundDemotion, Controller]:
+    """Of a world in which the policy would have every node leave for that tier in this form."""
     world.adapters.may_reach_ssd = lambda node: True
     decisions = [
-        SimpleNamespace(node_id=node_id, option=SimpleNamespace(tier=Tier.HOST, form=form)) for node_id in world.nodes
+        SimpleNamespace(node_id=node_id, option=SimpleNamespace(tier=to, form=form)) for node_id in world.nodes
     ]
     controller = Controller(Pool(SLOTS // 8), 0)
     plan = lambda tier, *_, most_nodes: decisions if tier == Tier.GPU else []  # noqa: E731
@@ -220,7 +222,7 @@ def background(world: World, backup: object, form: Form, **planner: object) -> t
         plans,
         SimpleNamespace(start_copy=backup),
         SimpleNamespace(repack=lambda: None),
-        SimpleNamespace(drop_fragments=lambda: None),
+        SimpleNamespace(drop_fragments=lambda: None, may_write=may_write and world.ssd is not None),
         SimpleNamespace(ssd_write_gb_per_day=None),
         costs=lambda: COSTS,
         num_slots_needed=lambda: 0,
@@ -255,6 +257,20 @@ def test_exact_kv_goes_to_the_ssd_first_if_the_policy_may_give_it_back(has_utili
     made, _ = background(world, start_copy, Form("random", 0.5), has_utility=has_utility)
     made.keep_room()
     assert copied == [tier]
+
+
+def test_what_the_ssd_takes_no_more_of_is_copied_to_the_host_and_the_next_as_well() -> None:
+    """Its write budget is used up: a refused write says nothing of room on the host."""
+    world, copied = World(3), list[tuple[int, Tier]]()
+    world.ssd = SimpleNamespace(store=SimpleNamespace(used_bytes=0, capacity_bytes=1000), used_bytes=0)
+
+    def start_copy(node: Node, tier: Tier, *, codec: str | None = None, keeps_planned: bool) -> bool:
+        copied.append((node.id, tier))
+        return tier == Tier.HOST
+
+    made, _ = background(world, start_copy, Form("random", 0.5), Tier.SSD, may_write=False, has_utility=True)
+    made.keep_room()
+    assert copied == [(1, Tier.HOST), (2, Tier.HOST), (3, Tier.HOST)]
 
 
 class Ssd:

@@ -71,10 +71,12 @@ class Circuit:
             self.fail(kind, f"{type(error).__name__}: {error}")
             raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}") from error
         with self._lock:
-            self._pause_s[kind] = 0.0
+            if self._now_s() >= self._retry_at[kind] + self._pause_s[kind]:
+                self._pause_s[kind] = 0.0
 
     def fail(self, kind: str, why: str) -> None:
-        """Make no call of that kind for a while, for longer each time until one succeeds."""
+        """Make no call of that kind for a while, for longer each time until one succeeds as long after: a store that is
+        full takes some, and then no more."""
         with self._lock:
             self.errors[f"{kind}_failed"] += 1
             now_s = self._now_s()

@@ -215,12 +215,13 @@ class SsdTier:
         return num_dropped
 
     def clear(self, workers: Workers) -> None:
-        """Forget every entry, also those of earlier servers."""
-        while refs := self.store.entries_behind(None, MOST_LOOKED_AT):
+        """Forget every entry that no node holds, also those of earlier servers."""
+        last = None
+        while refs := self.store.entries_behind(last, MOST_LOOKED_AT):
+            last = refs[-1]
             for ref in refs:
-                self.forget(ref, workers)
-        self._held.clear()
-        self._held_bytes = 0
+                if ref not in self._held:
+                    self.forget(ref, workers)
 
 
 class Reclaim(Job):

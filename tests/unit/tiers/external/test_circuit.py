@@ -45,12 +45,29 @@ def test_a_success_makes_the_next_pause_short_again(circuit: Circuit, now_s: lis
     fail(circuit)
     now_s[0] = 1.0
     fail(circuit)
-    now_s[0] = 3.0
+    now_s[0] = 5.0
     with circuit.call("read", 0):
         pass
     fail(circuit)
-    now_s[0] = 4.0
+    now_s[0] = 6.0
     assert circuit.may_read
+
+
+def test_a_store_that_takes_some_and_then_no_more_is_left_alone_longer_each_time(
+    circuit: Circuit, now_s: list[float]
+) -> None:
+    pauses = []
+    for _ in range(6):
+        with circuit.call("write", 4):
+            pass  # kept
+        with circuit.call("write", 4):
+            pass  # asked, and not kept
+        circuit.fail("write", "it took no 4 bytes")
+        begin = now_s[0]
+        while not circuit.may_write:
+            now_s[0] += 0.25
+        pauses.append(now_s[0] - begin)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
 
 
 def test_failures_within_a_pause_count_and_do_not_make_it_longer(circuit: Circuit, now_s: list[float]) -> None:

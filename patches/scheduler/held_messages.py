@@ -1,0 +1,66 @@
+"""Messages for which SGLang has to be idle, held back until background requests have given way: nobody who sends one
+knows of these."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sglang.srt.managers.io_struct import (
+    FlushCacheReqInput,
+    ReleaseMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+
+LONGEST_S = 10.0
+"""After which they go on all the same: SGLang says then what it says to whoever comes while it runs."""
+
+NEEDS_IDLE = (
+    FlushCacheReqInput,
+    ReleaseMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+
+
+class GiveWay:
+    """Sent by rank 0 to all: every background request is to be given up."""
+
+
+class Load(Protocol):
+    """What the scheduler has to do: ``has_background`` alone, with no user's request, or nothing at all."""
+
+    @property
+    def has_background(self) -> bool: ...
+    @property
+    def is_idle(self) -> bool: ...
+    @property
+    def has_users(self) -> bool: ...
+
+
+class HeldMessages:
+    """On the rank that receives. Those held go on in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._held: list[object] = []
+        self._since_s = 0.0
+
+    def sift(self, received: list[object], load: Load, now_s: float) -> None:
+        """Take what has to wait out of ``received``, and put what has waited before it."""
+        if not self._held:
+            if not any(isinstance(message, NEEDS_IDLE) for message in received):
+                return
+            if not load.has_background or load.has_users:
+                return
+            self._since_s = now_s
+        elif load.is_idle or load.has_users or now_s - self._since_s > LONGEST_S:
+            received[:0] = self._held
+            self._held = []
+            return
+        self._held += [message for message in received if isinstance(message, NEEDS_IDLE)]
+        received[:] = [message for message in received if not isinstance(message, NEEDS_IDLE)]
+        received.append(GiveWay())
