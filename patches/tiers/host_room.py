@@ -17,8 +17,8 @@ MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
 
 @dataclass(eq=False, repr=False)
 class HostRoom:
-    """Finds host memory. ``copying_bytes`` are on their way there, but for reads from the SSD; ``wanted_bytes`` were not
-    to be had when asked for since the last of ``num_plans``, the most of them."""
+    """Finds host memory. ``copying_bytes`` are on their way there, but for reads from the SSD; ``wanted_bytes`` were
+    not to be had when asked for since the last of ``num_plans``, the most of them."""
 
     nodes: Mapping[int, Node]
     storage: Tiers
