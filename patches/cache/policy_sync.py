@@ -75,7 +75,7 @@ class PolicySync:
         limited = (tenant for tenant in self.tenants if tenant.limits)
         self._tenant_of_salt = {tenant.cache_salt: tenant.name for tenant in limited}
         self._unseen: list[int] = []  # ids of nodes of which another quality may be expected now
-        self._tells_all = False
+        self._tells_all = self._tells_profiled = False
         self._search: PromotionSearch | None = None
 
     def renew(self) -> None:
@@ -83,7 +83,7 @@ class PolicySync:
         self.planner = self._make_planner()
         self.tenant_plans.renew(self._make_tenant_planner)
         self._unseen.clear()
-        self._tells_all = False
+        self._tells_all = self._tells_profiled = False
         self._search = None
 
     def _make_planner(self) -> Planner:
@@ -131,12 +131,13 @@ class PolicySync:
         self.planner.read_mean_curve(self.mean_curve())
         self.tenant_plans.read_mean_curve(self.mean_curve())
 
-    def expect_anew(self, *, forms_changed: bool) -> None:
+    def expect_anew(self, *, forms_changed: bool, of_profiled: bool = False) -> None:
         """Another quality is expected of nodes without a curve of their own, which all share one that has changed.
-        ``forms_changed``: other forms can be chosen for them as well."""
+        ``forms_changed``: other forms can be chosen for them as well; ``of_profiled``: also for the others."""
         self.planner.index.rebuild()
         self.tenant_plans.rebuild()
         self._tells_all |= forms_changed
+        self._tells_profiled |= of_profiled
         self._unseen = list(self.nodes)
         if len(self._unseen) <= SMALL:
             self._look(SMALL, SMALL)
@@ -160,7 +161,7 @@ class PolicySync:
         """Show the policy the next nodes that hold what is valued otherwise now."""
         for _ in range(min(num_looked, len(self._unseen))):
             node = self.nodes.get(self._unseen.pop())
-            if node is None or node.kv.curve is not None:
+            if node is None or (node.kv.curve is not None and not self._tells_profiled):
                 continue
             if self._tells_all or not node.kv.form.is_exact or node.kv.copies:
                 self._tell(node)
@@ -168,6 +169,7 @@ class PolicySync:
                 if num_told <= 0:
                     break
         self._tells_all &= bool(self._unseen)
+        self._tells_profiled &= bool(self._unseen)
 
     # ---- what happens to nodes
 

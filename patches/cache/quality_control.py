@@ -18,6 +18,9 @@ from sglang_evicpress.policy.quality_target import NOTHING, QualityTarget, Share
 
 Steps = Sequence[tuple[Node, int]]
 
+WORTH_TELLING = 0.1
+"""Change of the logarithm of the correction by which nodes of tenants with a floor may become something else."""
+
 
 class WeighedTerms(LogicalTime, Protocol):
     """Time, and the costs that were learned."""
@@ -31,10 +34,13 @@ class AlphaPolicy(Protocol):
     alpha: float
 
     def set_alpha(self, alpha: float) -> None: ...
+    def expect_anew(self, *, forms_changed: bool, of_profiled: bool = ...) -> None: ...
 
 
 class Floors(Protocol):
     """The least quality that requests may be served."""
+
+    has_fractions: bool
 
     def of_request(self, req: QueuedRequest) -> float: ...
     def of_namespace(self, extra_key: str | None) -> float: ...
@@ -57,6 +63,7 @@ class QualityControl:
         self.target = None if self.quality is None else QualityTarget(self.quality)
         self.correction = QualityCorrection(1.0 - DEFAULT_QUALITY)  # for floors; the target has one of its own
         self.refused_tokens = self.floored_tokens = 0
+        self._floor_ratio = 1.0  # by which nodes were told what they may become
 
     def num_affordable(self, req: QueuedRequest | None, steps: Steps) -> int:
         """Number of ``steps`` (node, matched tokens), the known prefix of a waiting request, that the target and its
@@ -79,7 +86,7 @@ class QualityControl:
     def least_predicted(self, extra_key: str | None) -> float:
         """Predicted quality below which nothing in a namespace would be served; 0: everything is, 1: only exact KV."""
         floor = self.floors.of_namespace(extra_key)
-        return floor if floor in (0.0, 1.0) else max(0.0, 1.0 - (1.0 - floor) / self._ratio)
+        return floor if floor in (0.0, 1.0) else max(0.0, 1.0 - (1.0 - floor) / self._floor_ratio)
 
     def _num_in_target(self, req: QueuedRequest | None, steps: Steps) -> int:
         if self.target is None or req is None or is_shadow_name(req.extra_key):
@@ -133,6 +140,9 @@ class QualityControl:
 
     def follow_clock(self) -> None:
         """Called every round, but where a first token would wait for it."""
+        if self.floors.has_fractions and abs(math.log(self._ratio / self._floor_ratio)) > WORTH_TELLING:
+            self._floor_ratio = self._ratio
+            self.policy.expect_anew(forms_changed=True, of_profiled=True)
         if self.target is not None and self.target.quality < 1.0:
             alpha = self.target.next_alpha(self.terms.now_s, self.terms.costs.prefill, len(self.nodes))
             if alpha is not None:

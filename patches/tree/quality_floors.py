@@ -23,6 +23,7 @@ class QualityFloors:
 
     def __init__(self, tenants: Sequence[Tenant]) -> None:
         self._by_salt = {tenant.cache_salt: tenant.least_quality for tenant in tenants}
+        self.has_fractions = any(0.0 < quality < 1.0 for quality in self._by_salt.values())
 
     def of_namespace(self, extra_key: str | None) -> float:
         """The floor of the tenant whose requests have this key."""

@@ -187,6 +187,26 @@ def test_a_tenant_is_served_and_stored_no_less_than_its_floor() -> None:
         assert served(request)["lossy_tokens"] == (256 if namespace is None else 0)
 
 
+def test_what_a_floor_lets_nodes_become_follows_judged_answers() -> None:
+    walk = make_walk(None, tenants={"acme": {"cache_salt": "a/b", "kv_quality": 0.87}})
+    key = salted_key("a/b", "x")
+    tokens = walk.random_tokens(256)
+    walk.answer(tokens, namespace=key)
+    (node,) = walk.parts(tokens, key)
+    parts = walk.cache.parts
+    bit = 1 << parts.tree.menu.forms.index(HALF)
+
+    def allows_half() -> bool:
+        parts.quality_control.follow_clock()
+        parts.tree.policy.finish()
+        return bool(parts.tree.policy.planner.index.candidates[node.id].allowed_forms & bit)
+
+    assert allows_half()
+    walk.cache.quality.note_observed(walk.key_of(tokens), [(0.9, 0.7)] * 20)  # three times the loss
+    assert not allows_half()
+    walk.check()
+
+
 def test_what_was_computed_on_a_lossy_prefix_costs_what_that_was_worth_when_it_is_exact_again() -> None:
     walk = make_walk()
     tokens = compressed(walk)
