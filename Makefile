@@ -36,7 +36,7 @@ help:
 	@echo "make drift            rows of the hook table that SGLang's newest wheel, or VERSION's, does not have; seconds"
 	@echo "make dist             sdist and wheel in dist/, tried in a clean environment"
 	@echo "make show-foundation  measure every promise a machine without a GPU can, at most 30 minutes"
-	@echo "make show-policy      measure the policy: near the optimum, fast, better than its rivals, true to quality targets; at most 45 minutes"
+	@echo "make show-policy      measure the policy: near the optimum, fast, better than its rivals, true to quality targets; at most 60 minutes"
 	@echo "make show-tiers       measure host memory and SSD: bandwidth, kill -9, chaos, restart; at most 30 minutes"
 	@echo "make show-profiler    measure the profiler: insights, held-out questions, scorers, figure 10, what users notice; at most 30 minutes"
 	@echo "make show-bench       every system side by side on real servers, and the papers' figures; at most 60 minutes"
