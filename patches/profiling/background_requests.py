@@ -110,6 +110,14 @@ class BackgroundRequests:
         return num_users_running(scheduler) > 0 or bool(self.without_background(scheduler.waiting_queue))
 
     @property
+    def is_paused(self) -> bool:
+        return bool(getattr(self.tree.scheduler, "_engine_paused", False))
+
+    @property
+    def awaits_idle(self) -> bool:
+        return getattr(getattr(self.tree.scheduler, "flush_wrapper", None), "_pending", None) is not None
+
+    @property
     def is_idle(self) -> bool:
         scheduler = self.tree.scheduler
         return scheduler is None or scheduler.is_fully_idle()

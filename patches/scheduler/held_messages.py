@@ -32,8 +32,13 @@ class GiveWay:
 
 
 class Load(Protocol):
-    """What the scheduler has to do: ``has_background`` alone, with no user's request, or nothing at all."""
+    """What the scheduler has to do: ``has_background`` alone, with no user's request, or nothing at all. While it
+    ``is_paused`` nothing comes to its end; ``awaits_idle``: it keeps a flush itself until it is idle."""
 
+    @property
+    def is_paused(self) -> bool: ...
+    @property
+    def awaits_idle(self) -> bool: ...
     @property
     def has_background(self) -> bool: ...
     @property
@@ -51,13 +56,14 @@ class HeldMessages:
 
     def sift(self, received: list[object], load: Load, now_s: float) -> None:
         """Take what has to wait out of ``received``, and put what has waited before it."""
+        is_background_alone = load.has_background and not (load.has_users or load.is_paused)
         if not self._held:
-            if not any(isinstance(message, NEEDS_IDLE) for message in received):
-                return
-            if not load.has_background or load.has_users:
+            if is_background_alone and load.awaits_idle:
+                received.append(GiveWay())
+            if not any(isinstance(message, NEEDS_IDLE) for message in received) or not is_background_alone:
                 return
             self._since_s = now_s
-        elif load.is_idle or load.has_users or now_s - self._since_s > LONGEST_S:
+        elif load.is_idle or load.has_users or load.is_paused or now_s - self._since_s > LONGEST_S:
             received[:0] = self._held
             self._held = []
             return

@@ -69,9 +69,13 @@ class HostRoom:
     def give_back(self, runs: Runs) -> None:
         self.storage.host.arena.extents.free(runs)
 
-    def free_room(self, num_bytes: int) -> Runs | None:
-        """Runs of memory that is free now."""
-        return self.storage.host.arena.alloc(num_bytes)
+    def free_room(self, num_bytes: int, *, takes_spares: bool = False) -> Runs | None:
+        """Runs of memory that is free now, or, where it ``takes_spares``, taken by copies of what the GPU has and is
+        not to leave soon."""
+        runs: Runs | None = self.storage.host.arena.alloc(num_bytes)
+        if runs is None and takes_spares and num_bytes <= self.room()[Tier.HOST] and not self._is_coming(num_bytes):
+            runs = self._room_of_spare_copies(num_bytes, (), keeps_planned=True)
+        return runs
 
     def host_room(self, num_bytes: int, *, keep: Collection[int] = (), keeps_planned: bool = False) -> Runs | None:
         """Runs of host memory: free ones, else those of redundant copies but of the nodes ``keep`` (few), last, and not

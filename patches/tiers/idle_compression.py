@@ -62,9 +62,10 @@ class IdleCompression:
         now_s = self.storage.now_s()
         is_due = now_s >= self._next_look_s and self.storage.num_pending_jobs == 0
         is_free = is_due and not self.compression.is_busy and self.ssd.may_write
-        if is_free and not self._look():
-            self._next_look_s = now_s + PAUSE_S
+        has_begun = is_free and self._look()
         self.compression.advance()
+        if is_free and not (has_begun and self.compression.is_busy):  # else what finds no room is begun for ever
+            self._next_look_s = now_s + PAUSE_S
 
     def _look(self) -> bool:
         """Begin the best of some nodes; whether there was one."""

@@ -10,22 +10,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from sglang_evicpress.core import Form, LowerCopy, Tier
 from sglang_evicpress.device import to_device
+from sglang_evicpress.patches.tiers.path_hashes import PathHashes
 from sglang_evicpress.patches.tiers.redundant import RedundantHostCopies, RedundantSsdEntries
 from sglang_evicpress.patches.tiers.types import Names, Slots, Tiers
 from sglang_evicpress.patches.tree.adapters import SsdScope
 from sglang_evicpress.patches.tree.changes import Listener
-from sglang_evicpress.patches.tree.node import is_lossy, path_to, size_of, start_of
+from sglang_evicpress.patches.tree.node import is_lossy, size_of, start_of
 from sglang_evicpress.patches.tree.node_kv import NodeKV
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.entry.header import Extent, Header
-from sglang_evicpress.tiers.entry.identity import PathHash, namespace_digest, token_bytes
+from sglang_evicpress.tiers.entry.identity import namespace_digest, token_bytes
 
 Entry = TypeVar("Entry", HostEntry, SsdEntry)
 NOWHERE = torch.empty(0, dtype=torch.int64)
@@ -50,6 +50,7 @@ class Placement:
         self._redundant, self._ssd_spare = RedundantHostCopies(), RedundantSsdEntries()
         self._host_fragments: dict[HostEntry, None] = {}  # of which a node has given up its piece
         self._ssd_fragments: dict[SsdEntry, None] = {}
+        self._hashes = PathHashes()
 
     def note_copies(self, node: Node) -> None:
         """Work out anew as what the node can be on lower tiers at once."""
@@ -183,22 +184,15 @@ class Placement:
 
     def header_of(self, node: Node, extents: tuple[Extent, ...] = ()) -> Header:
         """Identity of an entry that holds what the node holds now."""
-        kv, path = node.kv, path_to(node)
-        identity, namespace = self.names.identity, node.key.extra_key
+        kv, identity, namespace = node.kv, self.names.identity, node.key.extra_key
         scope = self.names.ssd_scope(namespace) or SsdScope(identity, namespace)  # else never written
-        hashed = PathHash(*scope)
-        for above in path[:-1]:
-            hashed.update(above.key.raw_token_ids())
-        parent_key = hashed.key
-        tokens = token_bytes(node.key.raw_token_ids())
-        hashed.update(np.frombuffer(tokens, "<u4"))
         return Header(
             fingerprint=identity,
             namespace=namespace_digest(scope.namespace),
-            parent_key=parent_key,
-            key=hashed.key,
+            parent_key=self._hashes.of(node.parent, scope).key,
+            key=self._hashes.of(node, scope).key,
             start=start_of(node),
-            tokens=tokens,
+            tokens=token_bytes(node.key.raw_token_ids()),
             form=kv.form,
             is_lossy_prefix=kv.is_lossy_prefix,
             num_slots=size_of(node),
@@ -257,6 +251,7 @@ class Placement:
         self._redundant.clear()
         self._host_fragments.clear()
         self._ssd_fragments.clear()
+        self._hashes.clear()
 
     def use_no_ssd_entry(self) -> None:
         """The SSD tier is another one, or none."""

@@ -36,7 +36,7 @@ class Reservations:
     def __post_init__(self) -> None:
         self.node_ids: dict[int, None] = {}
         self.pinned_slots = 0
-        self._known: tuple[int, set[HostEntry | SsdEntry], int] | None = None
+        self._known: tuple[object, set[HostEntry | SsdEntry], int] | None = None
 
     def pin(self, prefetch: Prefetch, resident: list[Node]) -> None:
         """Keep what the request will use on the GPU there, within ``MOST_PINNED_SHARE``."""
@@ -68,9 +68,9 @@ class Reservations:
                 return
             self.node_ids[node.id] = None
             if self._known is not None and copy is not None and copy.entry not in self._known[1]:
-                num_reads, entries, num_bytes = self._known
+                reads, entries, num_bytes = self._known
                 entries.add(copy.entry)
-                self._known = num_reads, entries, num_bytes + _bytes_of(copy.entry)
+                self._known = reads, entries, num_bytes + _bytes_of(copy.entry)
         prefetch.reserved[node.id] = node
         node.kv.num_prefetches += 1
         self.changed(node)
@@ -86,13 +86,13 @@ class Reservations:
         """Host memory that waiting requests hold, or will once it is read."""
         return sum(map(_bytes_of, self._entries()))
 
-    def _counted(self) -> tuple[int, set[HostEntry | SsdEntry], int]:
-        """Number of reads, what is held, and its bytes: counted anew once something was released or a read has begun
-        or ended. Each of hundreds of nodes is asked about at every look at the queue."""
-        num_reads = len(self.ssd.reads)
-        if self._known is None or self._known[0] != num_reads:
+    def _counted(self) -> tuple[object, set[HostEntry | SsdEntry], int]:
+        """The reads, what is held, and its bytes: counted anew once something was released or a read has begun or
+        ended. Each of hundreds of nodes is asked about at every look at the queue."""
+        reads = len(self.ssd.reads), next(reversed(self.ssd.reads), None)
+        if self._known is None or self._known[0] != reads:
             entries = self._entries()
-            self._known = num_reads, entries, sum(map(_bytes_of, entries))
+            self._known = reads, entries, sum(map(_bytes_of, entries))
         return self._known
 
     def _entries(self) -> set[HostEntry | SsdEntry]:

@@ -97,7 +97,7 @@ class SsdCompression:
             return True  # a request that comes now would have to wait for it: none came for as long as it takes
         # Only copies of what the GPU has make room for it: what else the host has is of more use than a smaller form.
         is_free = self.room().get(Tier.HOST, 0) >= copy.entry.header.payload_bytes
-        rewrite.is_read = is_free and self.ssd.start_read(copy.entry) is not None
+        rewrite.is_read = is_free and self.ssd.start_read(copy.entry, is_awaited=False) is not None
         return rewrite.is_read
 
     def _end(self, node: Node, rewrite: _Rewrite) -> None:

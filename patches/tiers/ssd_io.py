@@ -214,17 +214,18 @@ class SsdIo:
 
     def start_read(self, entry: SsdEntry, *, is_awaited: bool = True) -> Read | None:
         """Begin to read an SSD entry into the host, for all nodes that hold a piece of it; the job, None without
-        room, or while the disk does not answer. Nothing makes room for one that nobody waits for."""
+        room, or while the disk does not answer. Only copies of what the GPU has make room for one that nobody waits
+        for."""
         if not self.ssd.is_answering:
             self.storage.counts["reads_of_a_hung_ssd"] += 1
             return None
         if entry.read is None:
-            find_room = self.room.host_room if is_awaited else self.room.free_room
-            runs = find_room(entry.header.payload_bytes)
+            num_bytes = entry.header.payload_bytes
+            runs = self.room.host_room(num_bytes) if is_awaited else self.room.free_room(num_bytes, takes_spares=True)
             if runs is None and not is_awaited:
                 return None
             if runs is None:
-                self.room.want(entry.header.payload_bytes)
+                self.room.want(num_bytes)
                 self.mark_dirty()
                 self.storage.counts["reads_without_room"] += 1
                 return None

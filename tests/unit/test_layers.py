@@ -243,6 +243,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "evicbench"
 BENCH_FLOORS = (
     ("__init__", "paths", "report", "testbed"),
     ("moves", "plugins", "pytest_runs", "streams", "stress"),
+    ("always_load",),
     ("correctness", "demo", "house"),
     ("serving",),
     ("policy",),

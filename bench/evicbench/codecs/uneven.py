@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from evicbench.always_load import always_loading
 from evicbench.codecs.path import (
     CodedCase,
     Setting,
@@ -122,7 +123,7 @@ class Outcome:
 def run(folder: Path, model: Path, page_size: int) -> Outcome:
     """All cases on one server, and what the next one on its folder finds."""
     given = arguments(folder, page_size)
-    with Stoppable(*given, model=model) as server:
+    with always_loading() as env, Stoppable(*given, model=model, env=env) as server:
         setting = Setting(server, Reference(model), folder / "ssd", page_size)
         beside = run_jobs(server, setting.reference, page_size, in_place())
         lower = [finding for codec in CODECS for finding in play(setting, below(page_size), codec)]
@@ -130,7 +131,7 @@ def run(folder: Path, model: Path, page_size: int) -> Outcome:
         errors = dict(server.get("/evicpress/tiers")["errors"])
         played = [before_restart(CodedCase(f"restart, {codec}", setting, codec), CODED) for codec in CODECS]
         server.end(signal.SIGTERM)
-    with Stoppable(*given, model=model) as server:
+    with always_loading() as env, Stoppable(*given, model=model, env=env) as server:
         restarted = [finding for each in played for finding in after_restart(each, server)]
         violations += server.post("/evicpress/check")["violations"]
     return Outcome(beside, lower, restarted, violations, errors, setting.tally)

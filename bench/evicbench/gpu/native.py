@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 
+from evicbench import always_load
+
 SWITCH = "EVICPRESS_GPU_NATIVE"
 LOADS = "EVICPRESS_GPU_ALWAYS_LOADS"
-WAIT_S = 30.0
 NAME = "evicpress_gpu_native"
 
 
@@ -22,6 +23,4 @@ def load() -> None:
 
         MultiPlatformOp.dispatch_forward = lambda self: self.forward_native
     if LOADS in os.environ:
-        from sglang_evicpress.patches.tiers import load_terms
-
-        vars(load_terms).update(num_worth_loading=lambda pieces, *_, **__: len(pieces), deadline_s=lambda *_: WAIT_S)
+        always_load.load()

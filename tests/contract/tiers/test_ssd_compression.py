@@ -64,7 +64,7 @@ def test_random_walks_keep_every_row(tmp_path: Path, page_size: int, host_bytes:
     walk.cost = None
     try:
         walk.run(400)
-        for _ in range(8):  # what finds room there is up to threads
+        for _ in range(24):  # what finds room there is up to threads
             if host_bytes >= 192 << 10 and not walk.tree.storage.counts["compressed_for_ssd"]:
                 walk.run(200)
     finally:

@@ -17,6 +17,8 @@ class Load:
     has_background: bool = False
     is_idle: bool = True
     has_users: bool = False
+    is_paused: bool = False
+    awaits_idle: bool = False
 
 
 def sifted(held: HeldMessages, messages: list[object], load: Load, now_s: float = 0.0) -> list[object]:
@@ -40,6 +42,16 @@ def test_a_flush_waits_until_background_requests_have_given_way() -> None:
     assert again[0] == "late background" and isinstance(again[1], GiveWay) and len(again) == 2
     assert sifted(held, [], Load(False, True), 0.2) == [flush, release], "in the order in which they came"
     assert sifted(held, ["other"], load, 0.3) == ["other"]
+
+
+def test_a_paused_server_holds_nothing_and_a_flush_that_it_keeps_itself_finds_it_idle() -> None:
+    held, flush = HeldMessages(), FlushCacheReqInput()
+    assert sifted(held, [flush], Load(True, False, is_paused=True)) == [flush]
+    sifted(held, [flush], Load(True, False))
+    assert sifted(held, [], Load(True, False, is_paused=True)) == [flush]
+    given = sifted(held, ["other"], Load(True, False, awaits_idle=True))
+    assert given[0] == "other" and isinstance(given[1], GiveWay)
+    assert sifted(held, ["other"], Load(True, False, True, awaits_idle=True)) == ["other"]
 
 
 @pytest.mark.parametrize("load", [Load(True, False, True), Load(True, False)])

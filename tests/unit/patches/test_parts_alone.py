@@ -360,6 +360,13 @@ def test_host_room_is_made_of_spare_copies_but_not_of_those_to_keep() -> None:
         world.backup(node)
     room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes)
     assert room.free_room(4096) is None
+    world.placement.plan_to_leave([1, 2, 3, 4])
+    assert room.free_room(4096, takes_spares=True) is None, "they are to leave the GPU by these"
+    world.placement.plan_to_leave([])
+    spare = room.free_room(4096, takes_spares=True)
+    assert spare is not None
+    world.host.arena.extents.free(spare)
+    world.backup(next(node for node in world.nodes.values() if Tier.HOST not in node.kv.copies))
     assert room.host_room(4096, keep=(4,)) is not None
     assert [Tier.HOST in node.kv.copies for node in world.nodes.values()].count(False) == 1
     assert Tier.HOST in world.nodes[4].kv.copies
@@ -782,7 +789,8 @@ class Disk(World):
             room=lambda: {Tier.HOST: self.host.free_bytes},
         )
 
-    def start_read(self, entry: SsdEntry) -> object:
+    def start_read(self, entry: SsdEntry, *, is_awaited: bool = True) -> object:
+        assert not is_awaited, "nothing but spare copies makes room for it"
         self.asked.append(("read", entry))
         self.backup(self.node)
         return entry
