@@ -139,7 +139,7 @@ class MachineWalk(ShadowMoves, MachineOracle):
             load = self.rng.choice(loads)
             missing = [layer for layer, is_here in enumerate(load._here) if not is_here.is_set()]
             if missing:
-                load._copy(missing[0])
+                load._copy(range(missing[0], missing[0] + 1))
 
     def until(self, is_done: object) -> None:
         for _ in range(MOST_ROUNDS):
