@@ -22,7 +22,7 @@ WORTH_TELLING = 0.1
 """Change of the logarithm of the correction by which nodes of tenants with a floor may become something else."""
 
 
-class WeighedTerms(LogicalTime, Protocol):
+class LearnedTerms(LogicalTime, Protocol):
     """Time, and the costs that were learned."""
 
     costs: CostSnapshot
@@ -54,7 +54,7 @@ class QualityControl:
 
     quality: float | None
     nodes: Sized
-    terms: WeighedTerms
+    terms: LearnedTerms
     policy: AlphaPolicy
     shares_of: Callable[[Steps], list[Share]]
     floors: Floors

@@ -5,25 +5,18 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from sglang.srt.managers.io_struct import (
-    FlushCacheReqInput,
-    ReleaseMemoryOccupationReqInput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
-)
+from sglang.srt.managers import io_struct
 
 LONGEST_S = 10.0
 """After which they go on all the same: SGLang says then what it says to whoever comes while it runs."""
 
 NEEDS_IDLE = (
-    FlushCacheReqInput,
-    ReleaseMemoryOccupationReqInput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
+    io_struct.FlushCacheReqInput,
+    io_struct.ReleaseMemoryOccupationReqInput,
+    io_struct.UpdateWeightFromDiskReqInput,
+    io_struct.UpdateWeightsFromDistributedReqInput,
+    io_struct.UpdateWeightsFromIPCReqInput,
+    io_struct.UpdateWeightsFromTensorReqInput,
 )
 
 
