@@ -137,10 +137,9 @@ class Clock:
         calls.max_s, calls.max_wall_s = max(calls.max_s, cpu_s), max(calls.max_wall_s, wall_s)
         now_s = time.monotonic()
         if now_s - self._told_s >= TOLD_EVERY_S and not self._left_out:
-            told = {name: (calls.buckets, calls.max_s, calls.max_wall_s) for name, calls in self._calls.items()}
-            self._tell(calls=told)
-            self._calls.clear()
-            self._told_s = time.monotonic()
+            all_calls, self._calls = self._calls, defaultdict(Calls)  # a collection that begins here adds to the new ones
+            self._told_s = now_s
+            self._tell(calls={name: (each.buckets, each.max_s, each.max_wall_s) for name, each in all_calls.items()})
 
     def note_collection(self, phase: str, info: dict[str, int]) -> None:
         if threading.get_ident() != self._thread:

@@ -22,7 +22,7 @@ import zmq
 
 from evicbench.moves import nodes_of, push_down, wait_until_idle
 from evicbench.report import Line
-from evicbench.testbed.server import GUESSED, Server, free_port
+from evicbench.testbed.server import GUESSED, Server, ServerError, free_port
 from evicbench.tiers.restart import Stoppable
 from evicbench.trust.view import MEDIA, BlockView, path_of
 
@@ -87,7 +87,13 @@ def differences(server: Server, subscriber: Subscriber) -> list[str]:
     wait_until_idle(server)
     deadline = time.monotonic() + DRAIN_S
     while True:
-        view, tree = subscriber.follow(), paths_of(server)
+        view = subscriber.follow()
+        try:
+            tree = paths_of(server)
+        except ServerError:
+            if time.monotonic() > deadline:
+                raise
+            continue  # a node went while the others were looked at: profiling makes some of its own
         found = [
             f"{medium}: {len(tree[medium] - paths)} blocks were not told of, {len(paths - tree[medium])} are gone"
             for medium in MEDIA.values()
