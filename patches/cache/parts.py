@@ -305,6 +305,7 @@ class Parts:
         self.tiers.external_reads.advance()
         self.tiers.prefetcher.advance()
         self.tiers.external_writes.advance()
+        self.tiers.external_checks.advance()
 
     def _part(self) -> None:
         """The server ends: where there are several ranks, this one goes on alone, and plans nothing more."""
@@ -315,7 +316,12 @@ class Parts:
         """Let each part know of what the others signal."""
         tree, tiers = self.tree, self.tiers
         changes, terms = tree.changes, tree.terms
-        changes.changed.subscribe(tiers.placement.note_copies, tree.policy.on_node_changed, tiers.external_writes.note)
+        changes.changed.subscribe(
+            tiers.placement.note_copies,
+            tree.policy.on_node_changed,
+            tiers.external_writes.note,
+            tiers.external_checks.note,
+        )
         changes.left_gpu.subscribe(tiers.backup.backup_parent)
         changes.split.subscribe(
             tiers.placement.split_copies,
@@ -334,6 +340,7 @@ class Parts:
             tree.quality.forget,
             tree.queries.drop,
             tiers.external_writes.forget,
+            tiers.external_checks.forget,
             self.slot_checks.forget,
         )
         changes.flushed.subscribe(

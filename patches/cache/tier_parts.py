@@ -12,6 +12,7 @@ from sglang_evicpress.patches.cache.outside import Later, Outside, Pool
 from sglang_evicpress.patches.cache.tree_parts import TreeParts
 from sglang_evicpress.patches.tiers.backup import Backup
 from sglang_evicpress.patches.tiers.demotion import Demotion
+from sglang_evicpress.patches.tiers.external_checks import ExternalChecks
 from sglang_evicpress.patches.tiers.external_reads import ExternalReads
 from sglang_evicpress.patches.tiers.external_writes import ExternalWrites
 from sglang_evicpress.patches.tiers.grafting import Grafting
@@ -207,6 +208,9 @@ class TierParts:
             costs=lambda: tree.terms.costs,
             observe=tree.terms.observe_load,
             slot_bytes=slot_bytes,
+        )
+        self.external_checks = ExternalChecks(
+            nodes, tree.storage, tree.adapters, self.placement.header_of, tree.changes
         )
         self.prefetcher = Prefetcher(
             nodes,

@@ -15,7 +15,7 @@ from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.load_or_recompute import Piece
 from sglang_evicpress.tiers.entry.copies import HostEntry
-from sglang_evicpress.tiers.entry.header import Header, check_identity
+from sglang_evicpress.tiers.entry.header import BadEntry, Header, check_identity
 from sglang_evicpress.tiers.entry.identity import namespace_digest, token_bytes
 from sglang_evicpress.tiers.external.entries import BEGINS, LEVELS, FoundEntry
 from sglang_evicpress.tiers.external.store import ExternalStore
@@ -211,12 +211,18 @@ class ExternalLookup(Job):
         self.num_shared = 0
 
     def run(self) -> None:
-        entries, owner = self.store.entries, self.owner
+        entries, owner, found = self.store.entries, self.owner, None
+        problem: BadEntry | None = None
         for name in entries.names(self.which[0], self.tokens, 4 * owner.page_size):
-            found = entries.find(name, self.tokens, owner.levels)
+            try:
+                found = entries.find(name, self.tokens, owner.levels)
+            except BadEntry as error:  # a name of fewer tokens may have something
+                problem = error
             if found is not None:
                 break
-        else:
+        if found is None:
+            if problem is not None:
+                raise problem
             return
         header = found.header
         check_identity(

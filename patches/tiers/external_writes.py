@@ -18,6 +18,9 @@ from sglang_evicpress.tiers.jobs import IO, Job
 MOST_PUBLISHED = 4
 """Entries that are published at a time."""
 
+AWAY = (IO, "deadline", "full")
+"""Errors that tell of the store and not of the entry: it is published when the store takes it."""
+
 MOST_QUEUED = 4096
 MOST_NODES = 2
 """Nodes that each call looks at: to name one hashes all of its path."""
@@ -118,7 +121,7 @@ class ExternalWrites:
             storage.errors[f"external_{job.error}"] += 1
             if entry.is_damaged:
                 self.removal.invalidate_entry(entry, Tier.HOST, job.error)
-            elif job.error == IO:
+            elif job.error in AWAY:
                 for node in owners:
                     self.note(node)
         elif job.is_there:

@@ -109,6 +109,7 @@ class TierReport:
             "num_published": counts["external_published"],
             "published_bytes": store.published_bytes,
             "num_found": counts["external_found"],
+            "num_gone": counts["external_gone"],
             "read_bytes": store.read_bytes,
             "lookup": {"hit_share": store.gain.hit_share, "seconds": store.gain.seconds},
             "load": self._described_load(Tier.EXTERNAL),

@@ -137,7 +137,10 @@ class Clock:
         calls.max_s, calls.max_wall_s = max(calls.max_s, cpu_s), max(calls.max_wall_s, wall_s)
         now_s = time.monotonic()
         if now_s - self._told_s >= TOLD_EVERY_S and not self._left_out:
-            all_calls, self._calls = self._calls, defaultdict(Calls)  # a collection that begins here adds to the new ones
+            all_calls, self._calls = (
+                self._calls,
+                defaultdict(Calls),
+            )  # where a collection adds from here on
             self._told_s = now_s
             self._tell(calls={name: (each.buckets, each.max_s, each.max_wall_s) for name, each in all_calls.items()})
 

@@ -26,6 +26,7 @@ from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tiers.storage import EXTERNAL_THREADS
 from sglang_evicpress.policy.cost_model import PrefillCost
 from sglang_evicpress.tiers.external import circuit as circuits
+from sglang_evicpress.tiers.external import entries
 from sglang_evicpress.tiers.external.entries import SharedEntries
 from sglang_evicpress.tiers.external.store import ExternalStore
 from sglang_evicpress.tiers.jobs import Workers
@@ -176,6 +177,49 @@ def test_a_store_that_is_down_costs_nothing_but_the_hit(sharing: Sharing, engine
     second.tree.storage.external.circuit._retry_at["read"] = 0.0
     assert second.serve([*some_tokens(second, 40), 59]) == 0
     assert second.tree.storage.external.may_read
+
+
+def test_what_the_store_could_not_take_is_published_later(sharing: Sharing, engine: Engine) -> None:
+    walk = sharing()
+    engine.room = 0
+    tokens, _ = cached(walk, 100)
+    circuit = walk.tree.storage.external.circuit
+    assert published(walk) == 0 and not circuit.may_write
+    walk.serve([*tokens, *some_tokens(walk, 80)])
+    engine.room = 1 << 30
+    circuit._retry_at["write"] = 0.0
+    assert published(walk) >= 2
+    assert sharing(1).serve([*tokens, 59]) == 100
+
+
+def test_what_the_store_has_lost_is_published_again(sharing: Sharing, engine: Engine) -> None:
+    walk = sharing()
+    tokens, node = cached(walk, 100)
+    published(walk)
+    engine.values.clear()
+    checks = walk.tiers.external_checks
+    checks._was_away = True
+    walk.until(lambda: walk.tree.storage.counts["external_gone"] == 1)
+    assert published(walk) == 2 and node.kv.external.form.is_exact
+    assert sharing(1).serve([*tokens, 59]) == 100
+    checks._was_away = True  # what is there stays
+    walk.until(lambda: not checks._was_away and not checks._is_under_way)
+    assert published(walk) == 2 and counts(walk, "gone") == [1] and node.kv.external is not None
+
+
+def test_a_dead_long_name_does_not_hide_a_short_one(
+    sharing: Sharing, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entries, "BEGINS", (0, 16, 64))
+    first = sharing(0)
+    tokens, _ = cached(first, 100)
+    published(first)
+    for name in [name for name in engine.values if name.endswith("-header")]:
+        del engine.values[name]
+    second = sharing(1)
+    assert second.serve(tokens[:40]) == 0
+    assert published(second) == 1
+    assert sharing(2).serve([*tokens, 59]) == 40
 
 
 def test_a_store_that_hangs_is_not_waited_for(

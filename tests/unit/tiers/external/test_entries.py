@@ -129,10 +129,10 @@ def test_an_exact_entry_is_preferred_and_a_lossy_one_kept_beside_it() -> None:
     coded = (layer + bytes(size - len(layer))) * 2
     extents = tuple(extent_of(begin, [coded[begin : begin + size]]) for begin in (0, size))
     lossy = Header(KEY, KEY, KEY, KEY, 0, header.tokens, header.form, False, 40, SHAPE, extents)
-    assert level_of(lossy) == "lossy" and shared(engine).publish(lossy, [memoryview(coded)])
+    assert level_of(lossy) == "lossy" and shared(engine).publish(lossy, [memoryview(coded)]) == (True, True)
     assert found(shared(engine), header).header.form == header.form
     exact, payload = made(40)
-    assert shared(engine).publish(exact, [memoryview(payload)])
+    assert shared(engine).publish(exact, [memoryview(payload)]) == (True, True)
     assert found(shared(engine), header).header.form == EXACT
 
 
@@ -186,6 +186,62 @@ def test_what_was_damaged_once_is_not_read_again() -> None:
         found(store, header)
     assert store.publish(header, [memoryview(payload)]) == (True, True)  # in the next place
     assert len([name for name in engine.values if name.endswith("-exact-1")]) == 1
+    target = bytearray(len(payload))
+    store.read(found(store, header), [memoryview(target)])
+    assert target == payload
+    other = shared(engine)
+    with pytest.raises(BadEntry, match="checksum"):  # nobody has told it
+        other.read(found(other, header), [memoryview(bytearray(len(payload)))])
+    other.read(found(other, header), [memoryview(target)])
+    assert target == payload
+
+
+def test_what_is_damaged_each_time_is_given_up() -> None:
+    header, payload = made()
+    engine = Engine()
+    store = shared(engine)
+    for _ in range(entries.NUM_ATTEMPTS):
+        before = set(engine.values)
+        assert store.publish(header, [memoryview(payload)]) == (True, True)
+        (part,) = (name for name in set(engine.values) - before if name.endswith("-0") and "exact" not in name)
+        engine.values[part] = bytes(len(engine.values[part]))
+        with pytest.raises(BadEntry, match="checksum"):
+            store.read(found(store, header), [memoryview(bytearray(len(payload)))])
+    assert store.publish(header, [memoryview(payload)]) == (False, False)
+
+
+def test_what_a_store_that_was_away_did_not_hand_over_is_read_later() -> None:
+    header, payload = made()
+    engine, now_s = Engine(), [0.0]
+    shared(engine).publish(header, [memoryview(payload)])
+    circuit = Circuit("test", lambda: now_s[0])
+    store = SharedEntries(engine, circuit, None, lambda: now_s[0])
+    entry, target = found(store, header), bytearray(len(payload))
+    circuit.fail("read", "of another thread")
+    with pytest.raises(BadEntry, match="deadline"):
+        store.read(entry, [memoryview(target)])
+    now_s[0] = 2.0
+    store.read(found(store, header), [memoryview(target)])
+    assert target == payload
+    whole, engine.values = engine.values, {}
+    with pytest.raises(BadEntry, match="missing"):
+        store.read(entry, [memoryview(target)])
+    engine.values = whole
+    with pytest.raises(BadEntry, match="of no use before"):
+        found(store, header)
+    now_s[0] += entries.MISSING_S
+    store.read(found(store, header), [memoryview(target)])
+    assert target == payload
+
+
+def test_what_loses_its_header_again_and_again_takes_one_place() -> None:
+    header, payload = made()
+    engine = Engine()
+    for _ in range(2 * NUM_PLACES):
+        assert shared(engine).publish(header, [memoryview(payload)]) == (True, True)
+        assert found(shared(engine), header) is not None
+        del engine.values[next(name for name in engine.values if name.endswith("-header"))]
+    assert not [name for name in engine.values if name.endswith("-exact-1")]
 
 
 def test_what_has_lost_its_payload_is_published_anew() -> None:
@@ -247,7 +303,8 @@ def test_a_store_that_is_full_takes_nothing_and_is_asked_later() -> None:
     engine, now_s = Engine(room=1000), [0.0]
     circuit = Circuit("test", lambda: now_s[0])
     store = SharedEntries(engine, circuit)
-    assert store.publish(header, [memoryview(payload)]) == (False, False)
+    with pytest.raises(BadEntry, match="full"):
+        store.publish(header, [memoryview(payload)])
     assert not circuit.may_write and circuit.may_read and circuit.errors["write_failed"] == 1
     now_s[0], engine.room = 1.5, 1 << 20
     assert circuit.may_write and store.publish(header, [memoryview(payload)]) == (True, True)
