@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_evicpress.codec.base import NotFiniteError
-from sglang_evicpress.codec.groups import GREAT, GREAT_FACTOR, SMALL, SMALL_FACTOR, GroupCodec
+from sglang_evicpress.codec.groups import GREAT, GREAT_FACTOR, NARROW, SMALL, SMALL_FACTOR, GroupCodec
 from sglang_evicpress.codec.layout import GroupLayout
 from sglang_evicpress.kernels.pool import (
     ACCESS_BYTES,
@@ -33,6 +33,7 @@ from sglang_evicpress.kernels.stage import stage_table
 
 _SMALL, _GREAT = tl.constexpr(SMALL), tl.constexpr(GREAT)
 _SMALL_FACTOR, _GREAT_FACTOR = tl.constexpr(SMALL_FACTOR), tl.constexpr(GREAT_FACTOR)
+_NARROW = tl.constexpr(NARROW)
 _ROUNDER = tl.constexpr(2.0**23)  # a float32 from here on has no bits behind the point, and its lowest ones are a code
 _ROUNDER_BITS = tl.constexpr(0x4B000000)
 
@@ -78,6 +79,10 @@ def _values(
     share = codes.to(tl.float32) * (1 / LEVELS)
     found = (1.0 - share) * least + share * greatest
     if tl.float32 == DTYPE:  # where rounding takes nothing back
+        width = greatest.to(tl.float64) - least.to(tl.float64)
+        near = (least.to(tl.float64) + share.to(tl.float64) * width).to(tl.float32)
+        is_narrow = width < tl.maximum(-least, greatest).to(tl.float64) * _NARROW
+        found = tl.where(is_narrow, near, found)
         found = tl.maximum(tl.minimum(found, greatest), least)
     return _rounded(found, DTYPE)
 

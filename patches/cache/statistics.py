@@ -109,6 +109,7 @@ class Statistics:
             "reuse": self.terms.reuse.describe(),
             "forms": [str(form) for form in self.policy.menu.forms[1:]],
             "layer_groups": list(self.policy.menu.groups.group_of) if self.policy.menu.groups.shares else [],
+            "sinks": self.config.sinks,
             "host_gb": self.config.host_gb,
             "now_s": self.terms.now_s,
             "costs": {

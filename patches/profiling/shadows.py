@@ -195,6 +195,8 @@ class Shadows:
             raise ValueError(f"shadow {space_id} cannot be brought to {form}: {MISSING}")
         sinks = self.nodes.sinks_of(num_tokens, 0)
         kept: int | tuple[int, ...] = self.menu.num_slots(form, num_tokens, sinks)
+        if layer_tokens and form.press is None:
+            raise ValueError(f"layer_tokens are given with {form}, of which every layer keeps all: expected PRESS@KEPT")
         if layer_tokens:
             kept = self.menu.given_counts(layer_tokens, num_tokens, sinks)
         elif form.is_uneven:

@@ -66,7 +66,8 @@ class ExternalChecks:
         node = self.nodes.get(node_id)
         if node is not None and node.kv.external is not None and self.names.may_reach_ssd(node):
             self._is_under_way = True
-            self.storage.submit("publish", ExternalCheck(self, store, node))
+            level = LEVELS[0] if node.kv.external.is_exact else LEVELS[1]
+            self.storage.submit("publish", ExternalCheck(self, store, node.id, self.header_of(node), level))
 
     def end_check(self, job: ExternalCheck) -> None:
         self._is_under_way = False
@@ -82,13 +83,11 @@ class ExternalChecks:
 
 
 class ExternalCheck(Job):
-    """Looks whether the store has all tokens of a node as well as its copy there."""
+    """Looks whether the store has all tokens of a node at the level of its copy there."""
 
-    def __init__(self, owner: ExternalChecks, store: ExternalStore, node: Node) -> None:
+    def __init__(self, owner: ExternalChecks, store: ExternalStore, node_id: int, header: Header, level: str) -> None:
         super().__init__()
-        self.owner, self.store, self.node_id = owner, store, node.id
-        self.header = owner.header_of(node)
-        self.level = LEVELS[0] if node.kv.external.is_exact else LEVELS[1]
+        self.owner, self.store, self.node_id, self.header, self.level = owner, store, node_id, header, level
         self.is_there = False
 
     def run(self) -> None:

@@ -14,7 +14,7 @@ from sglang_evicpress.files import read_json
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, validate_by_name=True, validate_by_alias=True)
 
 AT_LEAST_0 = "a finite number of at least 0"
-MAX_LAYER_COUNTS = 16
+MAX_LAYER_COUNTS = 1024
 
 
 def setting(default: object, expected: str, text: str | None = None, **more: Any) -> Any:
@@ -98,7 +98,7 @@ class LayerFlags:
         4,
         f"a whole number of at least 1, at most {MAX_LAYER_COUNTS}",
         "Different numbers of tokens that layers of one node may keep, to which layer budgets are rounded: "
-        "attention prepares each step once for each",
+        "attention prepares each step once for each, and has a table of request slots as large as SGLang's for each",
         key="max_layer_counts",
         ge=1,
         le=MAX_LAYER_COUNTS,

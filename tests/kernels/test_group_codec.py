@@ -40,8 +40,13 @@ def kinds(size):
         63.75 + 7.5 * torch.rand(size),
         torch.randn(size) * 2.0**-112,
         torch.randint(0, 16, size) * 0.5,
+        1 + torch.randint(0, 250, size) * 2.0**-23,
+        torch.randint(0, 300, size) * 2.0**-23 - 1,
+        100 + 1e-4 * torch.randn(size),
     ]
-    tile = torch.arange(size[0])[:, None] // 32 + torch.arange(size[1])[None, :] // 32 + int(torch.randint(11, ()))
+    tile = (
+        torch.arange(size[0])[:, None] // 32 + torch.arange(size[1])[None, :] // 32 + int(torch.randint(len(every), ()))
+    )
     rows = torch.empty(size)
     for kind, these in enumerate(every):
         rows = torch.where(tile % len(every) == kind, these, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from sglang_evicpress.cli.output import print_result
 from sglang_evicpress.cli.parser import naming, say
@@ -12,6 +13,7 @@ from sglang_evicpress.device import checked_device
 from sglang_evicpress.files import check_output, read_text
 from sglang_evicpress.geometry import file
 from sglang_evicpress.geometry.calibrate import CalibratedModel, read_sequences
+from sglang_evicpress.geometry.checkpoint import folder_of
 
 
 def calibrate_geometry(argv: Sequence[str]) -> int:
@@ -24,7 +26,14 @@ def calibrate_geometry(argv: Sequence[str]) -> int:
     with naming("--text"):
         text = read_text(args.text, repr(args.text), "a text in UTF-8")
     with naming("--model-path"):
+        folder = folder_of(args.model_path, args.revision)
+    if Path(args.out).resolve().parent == folder.resolve():
+        raise ValueError(f"--out: {args.out!r} is in the model's folder, whose files it tells of: expected another")
+    with naming("--model-path"):
         sequences = read_sequences(args.model_path, text, args.tokens, args.sequence_tokens, args.revision)
+    if not sequences:
+        raise ValueError(f"--text: {args.text!r} has no token: expected a text in UTF-8")
+    with naming("--model-path"):
         num_tokens = sum(map(len, sequences))
         if num_tokens < args.tokens:
             say(f"{args.text} has {num_tokens} tokens, and {args.tokens} were asked for")

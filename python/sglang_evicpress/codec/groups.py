@@ -22,6 +22,8 @@ from sglang_evicpress.codec.layout import GROUP, HEADER, GroupLayout, stored_lay
 SMALL, GREAT = 2.0**-76, 2.0**119
 """Ends of groups beyond which float32 has no scale for them: their values are multiplied by a power of two before."""
 SMALL_FACTOR, GREAT_FACTOR = 2.0**100, 0.25
+NARROW = 2.0**-12
+"""Of the size of a float32 group's values: between ends that are nearer, sums in float32 are too coarse for codes."""
 _CHUNK_VALUES = 1 << 18  # worked on at once: fewer are outweighed by the calls, more leave a core's cache
 
 
@@ -141,10 +143,15 @@ def _dequantised(codes: torch.Tensor, ends: torch.Tensor, bits: int, dtype: torc
     """Values of ``codes``, float32, which are overwritten."""
     least, greatest = ends.float()
     share = codes.mul_(1 / ((1 << bits) - 1))
+    if dtype != torch.float32:
+        return (1.0 - share).mul_(least).add_(share.mul_(greatest)).to(dtype)
+    width = greatest.double() - least
+    is_narrow = width < NARROW * torch.maximum(-least, greatest).double()
+    near = least + share.double() * width if is_narrow.any() else None
     found = (1.0 - share).mul_(least).add_(share.mul_(greatest))
-    if dtype == torch.float32:  # where rounding takes nothing back
-        torch.maximum(torch.minimum(found, greatest, out=found), least, out=found)
-    return found.to(dtype)
+    if near is not None:
+        found = torch.where(is_narrow, near.float(), found)
+    return torch.maximum(torch.minimum(found, greatest), least)  # rounding takes nothing back
 
 
 def _pack(codes: torch.Tensor, bits: int, out: torch.Tensor) -> None:

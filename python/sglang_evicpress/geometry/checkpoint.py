@@ -11,6 +11,8 @@ SAMPLES = 16
 SAMPLE_BYTES = 1 << 16
 
 _KINDS = ("*.safetensors", "*.bin", "*.pt")
+_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")  # of the model, its tokenizer, chats and generation
+_MOST_SETTING_BYTES = 64 << 20
 
 
 def folder_of(model: str, revision: str | None = None) -> Path:
@@ -49,3 +51,13 @@ def digest_of(folder: Path) -> str:
                 file.seek(last * number // SAMPLES)
                 hashed.update(file.read(SAMPLE_BYTES))
     return hashed.hexdigest()[:32]
+
+
+def settings_digest(folder: Path) -> str:
+    """16 hex digits: of the small files beside the weights, which say how the model is run and spoken to."""
+    hashed = sha256()
+    for path in sorted(path for kind in _SETTINGS for path in folder.glob(kind)):
+        if path.stat().st_size <= _MOST_SETTING_BYTES:
+            hashed.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            hashed.update(path.read_bytes())
+    return hashed.hexdigest()[:16]

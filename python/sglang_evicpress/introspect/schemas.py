@@ -147,6 +147,7 @@ STATS = record(
     reuse=OBJECT,
     forms=array(TEXT),
     layer_groups=array(COUNT),
+    sinks=COUNT,
     host_gb={"type": ["number", "string", "null"]},
     now_s=NUMBER,
     costs=record(in_use=_COST, learned=_COST, num_observations=COUNT, recompute_weight=NUMBER),

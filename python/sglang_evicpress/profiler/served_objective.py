@@ -36,15 +36,17 @@ class ServedTask:
     exact: Sequence[Answer]
 
 
-def layers_of(transport: Transport, page_size: int) -> int:
-    """Layers of the server's model. Raises EngineError, one sentence, where it cannot keep another number of tokens in
-    each of them: with pages of several slots not those that are asked for, but whole pages."""
+def layers_of(transport: Transport, page_size: int) -> tuple[int, int]:
+    """Layers of the server's model, and the first tokens that each of them keeps always. Raises EngineError, one
+    sentence, where it cannot keep another number of tokens in each of them: with pages of several slots not those that
+    are asked for, but whole pages."""
     if page_size > 1:
         raise EngineError(
             f"layers of the server keep whole pages of {page_size} slots, other budgets than are searched: expected "
             "one started with --page-size 1"
         )
-    groups = transport.ask("GET", "/evicpress/stats").get("layer_groups")
+    stats = transport.ask("GET", "/evicpress/stats")
+    groups, sinks = stats.get("layer_groups"), stats.get("sinks")
     if not isinstance(groups, list) or not groups:
         raise EngineError(
             f"GET /evicpress/stats answered {groups!r:.60} as layer_groups: expected a server whose --kv-forms have "
@@ -55,7 +57,9 @@ def layers_of(transport: Transport, page_size: int) -> int:
             f"the server keeps {len(set(groups))} different numbers of tokens in its {len(groups)} layers: expected "
             f"one started with --kv-forms PRESS@KEPT:pyramid and --kv-max-layer-counts {len(groups)}"
         )
-    return len(groups)
+    if not isinstance(sinks, int):
+        raise EngineError(f"GET /evicpress/stats answered {sinks!r:.60} as sinks: expected a server of this version")
+    return len(groups), sinks
 
 
 def prepare_served(

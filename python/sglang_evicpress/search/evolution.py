@@ -80,17 +80,17 @@ def cache_score(budgets: Sequence[int], target: int, smoothing: float) -> float:
 
 
 def groups_of(num_layers: int, group_size: int) -> list[range]:
-    """Neighbouring layers, the lowest first (algorithm 1, line 2). The last group may be smaller; a single layer, which
-    CMA-ES cannot search, joins the group below."""
+    """Neighbouring layers, the lowest first; the last group may be smaller (section 3.2 and algorithm 1, line 2)."""
     borders = [*range(0, num_layers, group_size), num_layers]
-    if len(borders) > 2 and borders[-1] - borders[-2] == 1:
-        del borders[-2]
     return [range(begin, end) for begin, end in pairwise(borders)]
 
 
 def population_of(num_layers: int) -> int:
     """Candidates a generation (section 4.1)."""
     return 4 + math.floor(3 * math.log(num_layers))
+
+
+_EXPECTED = "expected the journal of a search, or no file"
 
 
 class Journal:
@@ -102,17 +102,20 @@ class Journal:
         self._known: dict[Budgets, float] = {}
         if path is None:
             return
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        try:
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror}): {_EXPECTED}") from None
         whole = [line for line in lines if line.endswith(b"\n")]
         if lines and not whole:
-            raise ValueError(f"{path} has no whole line: expected the journal of a search, or no file")
+            raise ValueError(f"{path} has no whole line: {_EXPECTED}")
         try:
             header, *scores = map(orjson.loads, whole) if whole else (identity,)
             self._known = {tuple(line["budgets"]): float(line["score"]) for line in scores}
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} cannot be read ({error}): expected the journal of a search, or no file") from None
+            raise ValueError(f"{path} cannot be read ({error}): {_EXPECTED}") from None
         if not isinstance(header, dict):
-            raise ValueError(f"{path} begins with {header!r:.60}: expected the journal of a search, or no file")
+            raise ValueError(f"{path} begins with {header!r:.60}: {_EXPECTED}")
         if other := _difference(header, identity):
             raise ValueError(f"{path} is the journal of another search ({other}): expected one of this, or no file")
         if whole != lines or not whole:
@@ -133,10 +136,13 @@ class Journal:
 
 def check_journal(path: Path, num_layers: int, task: Mapping[str, object]) -> None:
     """Begin the journal of such a search, or see that it is there and can be written. Raises ValueError for a file of
-    another search, and OSError."""
+    another search, and one that cannot be written."""
     Journal(path, _identity(num_layers, task))
-    with path.open("ab"):
-        pass
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror}): {_EXPECTED}") from None
 
 
 def _identity(num_layers: int, task: Mapping[str, object]) -> dict[str, object]:

@@ -65,4 +65,14 @@ def _named(text: str, default_name: str, name_of: Callable[[str], str]) -> str:
         return base if is_whole or default_name == UNIFORM else f"{press}:{default_name}{plus}{name}"
     if path == UNIFORM:
         return f"{base}{codec}"
-    return f"{base}:{path if path == PYRAMID else name_of(path)}{codec}"
+    if path == PYRAMID:
+        return f"{base}:{path}{codec}"
+    name, plus, _ = path.rpartition("+")
+    if plus and name in (UNIFORM, PYRAMID):
+        return text.strip()  # its codec is none: whoever reads the form says so
+    try:
+        if not path:
+            raise ValueError("there is no budget behind ':'")
+        return f"{base}:{name_of(path)}{codec}"
+    except ValueError as error:
+        raise ValueError(f"form {text.strip()!r:.100}: {error}; or {UNIFORM} or {PYRAMID} in its place") from None

@@ -941,3 +941,5 @@ def test_layers_keep_the_tokens_that_are_asked_for(page_size: int) -> None:
     assert walk.cache.inspector.check_integrity()["violations"] == []
     with pytest.raises(ValueError, match=r"layer_tokens has 129: expected from 1 to 128"):
         walk.cache.shadows.make_shadow_form(shadow.id, Form("knorm", 0.9, budget="searched"), [129] * LAYERS)
+    with pytest.raises(ValueError, match=r"layer_tokens are given with exact\+int8, of which every layer keeps all"):
+        walk.cache.shadows.make_shadow_form(shadow.id, Form(codec="int8"), [64] * LAYERS)

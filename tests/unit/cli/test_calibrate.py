@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,19 @@ def test_bad_input_is_one_sentence(
 def test_an_empty_text_is_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text.write_text("", encoding="utf-8")
     assert main(arguments(text)) == 2
-    assert "there is no text to calibrate on" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("has no token: expected a text in UTF-8\n")
+
+
+def test_a_file_among_the_weights_is_refused_as_it_would_be_taken_for_some(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL_DIR, folder)
+    before = digest_of(folder)
+    out = folder / "geometry.safetensors"
+    assert main(arguments(text, "--model-path", str(folder), "--out", str(out))) == 2
+    assert "geometry.safetensors' is in the model's folder" in capsys.readouterr().err
+    assert digest_of(folder) == before and not out.exists()
 
 
 def test_the_text_is_not_written_over(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,9 @@ ROWS: dict[str, Callable[[tuple[int, int]], torch.Tensor]] = {
     "beyond float32": lambda shape: torch.randn(shape).sign() * 3.38e38,
     "spread": spread,
     "close together": lambda shape: 100 + 0.3 * torch.randn(shape),
+    "nearer than codes": lambda shape: 1 + torch.randint(0, 250, shape) * 2.0**-23,
+    "as near as codes": lambda shape: torch.randint(0, 300, shape) * 2.0**-23 - 1,
+    "around codes of 4 bits": lambda shape: 100 + 1e-4 * torch.randn(shape),
     "codes at half steps": lambda shape: 63.75 + 7.5 * torch.rand(shape),
 }
 

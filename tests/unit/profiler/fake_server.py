@@ -47,6 +47,7 @@ class FakeServer:
         self.profiles: dict[str, dict[str, Any]] = {}
         self.menu = ["keydiff@0.5", "snapkv@0.5"]  # its --kv-forms
         self.layer_groups = list[int]()
+        self.sinks = 4
         self.page_size, self.has_geometry = 1, False
 
     def refuse(self, error: Exception, ending: str = "", of: Callable[[Any], bool] = lambda body: True) -> None:
@@ -76,7 +77,7 @@ class FakeServer:
                     raise no(404, f"shadow {number} is not open")
                 return self._change(int(number), what, body)
             case ["GET", "evicpress", "stats"]:
-                return {"layer_groups": self.layer_groups}
+                return {"layer_groups": self.layer_groups, "sinks": self.sinks}
             case ["GET", "evicpress", "profiles"]:
                 profiles = [
                     {name: value for name, value in profile.items() if name != "forms"}

@@ -13,6 +13,7 @@ from tests.unit.profiler.fake_server import FakeServer, no, serving
 
 from sglang_evicpress.cli.main import main
 from sglang_evicpress.search.budget_file import read_budget_file
+from sglang_evicpress.search.layer_budgets import pyramid
 
 CONTEXT = "context " * 40
 
@@ -41,6 +42,13 @@ def test_candidates_are_scored_by_shadows_of_the_server(server: FakeServer, tmp_
     scored = [json.loads(line) for line in (tmp_path / "budgets.json.journal").read_text().splitlines()[1:]]
     assert {tuple(line["budgets"]) for line in scored} <= {tuple(body["layer_tokens"]) for body in made}
     assert server.shadows == {}, "every shadow is closed"
+
+
+def test_candidates_keep_the_sinks_of_the_server(server: FakeServer, tmp_path: Path) -> None:
+    server.sinks = 30
+    assert run(server, tmp_path) == 0
+    scored = [json.loads(line)["budgets"] for line in (tmp_path / "budgets.json.journal").read_text().splitlines()[1:]]
+    assert min(min(budgets) for budgets in scored if tuple(budgets) != pyramid(3, 40)) >= 30
 
 
 def test_a_search_that_a_server_ends_goes_on(

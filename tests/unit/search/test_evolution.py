@@ -48,11 +48,12 @@ def test_the_cache_score_is_in_0_to_1_and_largest_at_the_target(
 def test_groups_go_from_the_lowest_layers_up() -> None:
     assert groups_of(32, 8) == [range(0, 8), range(8, 16), range(16, 24), range(24, 32)]
     assert groups_of(10, 4) == [range(0, 4), range(4, 8), range(8, 10)]
-    assert groups_of(3, 2) == [range(0, 3)], "CMA-ES searches no single layer"
+    assert groups_of(3, 2) == [range(0, 2), range(2, 3)]
+    assert groups_of(9, 8) == [range(0, 8), range(8, 9)]
 
 
 def test_population_is_that_of_the_paper() -> None:
-    assert [population_of(size) for size in (2, 4, 8, 16, 32)] == [6, 8, 10, 12, 14]
+    assert [population_of(size) for size in (1, 2, 4, 8, 16, 32)] == [4, 6, 8, 10, 12, 14]
 
 
 def test_one_group_after_the_other_moves_and_those_before_stay_at_their_best() -> None:

@@ -53,9 +53,23 @@ def test_a_default_file_is_for_forms_with_a_press_and_no_budget(path: str) -> No
     assert list(shares) == [name]
 
 
-def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="layer budget file 'none.json' does not exist"):
-        name_budgets(["snapkv@0.3:none.json"], None)
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        ("none.json", "layer budget file 'none.json' does not exist: expected a file that .*; or uniform or pyramid"),
+        ("pyramids", "form 'snapkv@0.3:pyramids': .*; or uniform or pyramid"),
+        ("", "form 'snapkv@0.3:': there is no budget behind ':'; or uniform or pyramid"),
+    ],
+)
+def test_a_budget_that_is_not_there_is_named(budget: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        name_budgets([f"snapkv@0.3:{budget}"], None)
+
+
+def test_a_codec_that_is_none_is_the_forms_to_refuse() -> None:
+    assert name_budgets(["snapkv@0.3:pyramid+int9"], None)[0] == ["snapkv@0.3:pyramid+int9"]
+    with pytest.raises(ValueError, match="int9"):
+        Form.parse_stored("snapkv@0.3:pyramid+int9")
 
 
 def test_layers_with_equal_shares_are_a_group() -> None:

@@ -21,7 +21,7 @@ from sglang_evicpress.core import PRESSES
 from sglang_evicpress.files import check_output
 from sglang_evicpress.profiler.contexts import GivenContext, read_contexts
 from sglang_evicpress.profiler.engine import EngineError
-from sglang_evicpress.profiler.local.objective import OBJECTIVES, SINKS, TaskScore, get_objective
+from sglang_evicpress.profiler.local.objective import OBJECTIVES, TaskScore, get_objective
 from sglang_evicpress.profiler.prompts import PromptKind, Template
 from sglang_evicpress.profiler.scorers import Scorer
 from sglang_evicpress.progress import Progress
@@ -66,9 +66,10 @@ example:
 def search_budgets(argv: Sequence[str]) -> int:
     """Run what stands behind ``evicpress search`` and give its exit status. Raises ValueError for bad input."""
     args = make_parser().parse_values(argv)
-    settings = _settings(args)
+    check_optimizer()
     contexts, held_out = _read(args)
     source = source_of(args)
+    settings = _settings(args, source)
     try:
         split, others = source.split(contexts), source.split(held_out)
     except EngineError as error:
@@ -77,14 +78,14 @@ def search_budgets(argv: Sequence[str]) -> int:
     journal, task = Path(args.journal or f"{args.out}.journal"), _identity(args, source)
     with naming("--journal"):
         check_journal(journal, source.num_layers, task)
-    steps = list[Step]()
+    steps, best = list[Step](), None
     try:
         objective = source.objective(split, is_shown=is_shown)
         with Progress(num_steps(source.num_layers, settings), "candidates", is_shown=is_shown) as progress:
             for step in search(objective, source.num_layers, settings, journal, task):
                 steps.append(step)
                 progress.step()
-                best = [each for each in steps if each.is_best][-1]
+                best = step if best is None or step.is_best else best
                 progress.name(f"group {step.group + 1}, best {best.score:.4f}")
         budgets = found(steps, settings.target)
         rivals = {
@@ -159,8 +160,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def _settings(args: argparse.Namespace) -> SearchSettings:
-    check_optimizer()
+def _settings(args: argparse.Namespace, source: Source) -> SearchSettings:
     return SearchSettings(
         target=args.target,
         group_size=args.group_size,
@@ -169,7 +169,7 @@ def _settings(args: argparse.Namespace) -> SearchSettings:
         sigma=args.sigma,
         iterations=args.iterations,
         seed=args.seed,
-        least=SINKS,
+        least=max(1, source.sinks),
     )
 
 

@@ -14,13 +14,13 @@ from sglang_evicpress.cli.profile.connection import connect
 from sglang_evicpress.cli.profile.offline import FILL_TOKENS, read_server
 from sglang_evicpress.core import PRESSES, Form
 from sglang_evicpress.device import checked_device
-from sglang_evicpress.geometry.checkpoint import digest_of
+from sglang_evicpress.geometry.checkpoint import digest_of, settings_digest
 from sglang_evicpress.press import get_press
 from sglang_evicpress.profiler.client import ServerEngine
 from sglang_evicpress.profiler.contexts import GivenContext
 from sglang_evicpress.profiler.engine import EngineError
 from sglang_evicpress.profiler.local.model import LocalModel
-from sglang_evicpress.profiler.local.objective import Objective, prepare
+from sglang_evicpress.profiler.local.objective import SINKS, Objective, prepare
 from sglang_evicpress.profiler.measure import Asked
 from sglang_evicpress.profiler.prompts import Prompts, served_tokens
 from sglang_evicpress.profiler.served_objective import ServedObjective, layers_of, prepare_served
@@ -45,12 +45,15 @@ class Scored(Protocol):
 
 
 class Source(Protocol):
-    """``name`` is shown; ``identity`` is what scores depend on besides the arguments."""
+    """``name`` is shown; ``sinks``: the first tokens, which every layer keeps; ``identity`` is what scores depend on
+    besides the arguments."""
 
     @property
     def name(self) -> str: ...
     @property
     def num_layers(self) -> int: ...
+    @property
+    def sinks(self) -> int: ...
     @property
     def identity(self) -> str: ...
 
@@ -76,6 +79,7 @@ class LocalSource:
     model: LocalModel
     name: str
     num_layers: int
+    sinks: int
     identity: str
 
     @classmethod
@@ -90,8 +94,8 @@ class LocalSource:
             checked_device(args.device)
         with naming("--model"):
             model = LocalModel(folder, device=args.device)
-            identity = f"{digest_of(folder)} {model.dtype}"
-        return cls(args, model, folder.name, model.num_layers, identity)
+            identity = f"{digest_of(folder)} {settings_digest(folder)} {model.dtype}"
+        return cls(args, model, folder.name, model.num_layers, SINKS, identity)
 
     def split(self, contexts: Sequence[GivenContext]) -> list[Split]:
         return _split(self.args, partial(self.model.tokens, self.args.prompt), contexts)
@@ -112,6 +116,7 @@ class ServerSource:
     transport: Transport
     name: str
     num_layers: int
+    sinks: int
     identity: str
 
     @classmethod
@@ -119,10 +124,10 @@ class ServerSource:
         transport = connect(args.url, args.api_key, args.admin_api_key, num_retries=NUM_RETRIES)
         try:
             server = read_server(transport, (Form(args.press, 0.5),))
-            num_layers = layers_of(transport, server.page_size)
+            num_layers, sinks = layers_of(transport, server.page_size)
         except EngineError as error:
             raise ValueError(f"--url: {error}") from None
-        return cls(args, transport, args.url, num_layers, server.identity.hex())
+        return cls(args, transport, args.url, num_layers, sinks, server.identity.hex())
 
     def split(self, contexts: Sequence[GivenContext]) -> list[Split]:
         return _split(self.args, partial(served_tokens, self.transport, self.args.prompt), contexts)

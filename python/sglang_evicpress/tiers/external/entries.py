@@ -68,8 +68,8 @@ class _Index(NamedTuple):
 
 
 class _Standing(NamedTuple):
-    """What a name has for an entry: the first of its places that is ``free``, if any comes before one that has all of
-    its tokens (``is_there``) or names its values, of which some are gone (``is_named``)."""
+    """Finding of a name's places for an entry: the first of them that is ``free``, if any comes before one that has all
+    of its tokens (``is_there``) or names its values, of which some are gone (``is_named``)."""
 
     free: str | None = None
     is_there: bool = False
@@ -193,8 +193,8 @@ class SharedEntries:
         self._values.close()
 
     def _standing(self, name: str, tokens: bytes, start: int, digest: bytes) -> _Standing:
-        """What the places of a name have: all of these tokens, with the first and the last part of their payload, or an
-        index of the entry whose values are named by ``digest``."""
+        """Find whether the places of a name have all of these tokens, with the first and the last part of the payload,
+        or an index of the entry whose values are named by ``digest``."""
         for number in range(NUM_PLACES):
             place = f"{name}-{number}"
             is_named = False
@@ -244,13 +244,13 @@ class SharedEntries:
         record = bytearray(INDEX_BYTES)
         if not self._get(place, memoryview(record)):
             return None
-        magic, version, attempt, *sizes, digest = _INDEX.unpack_from(record)
+        magic, version, attempt, num_bytes, payload_bytes, part_bytes, digest = _INDEX.unpack_from(record)
         is_whole = xxhash.xxh3_128_digest(record[: _INDEX.size]) == bytes(record[_INDEX.size :])
         if not is_whole or magic != _MAGIC or attempt >= NUM_ATTEMPTS:
             raise BadEntry("checksum", "its index is damaged")
         if version != FORMAT_VERSION:
             raise BadEntry("version", f"it is of format {version}: expected {FORMAT_VERSION}")
-        index = _Index(*sizes, digest, attempt)
+        index = _Index(num_bytes, payload_bytes, part_bytes, digest, attempt)
         are_sizes_good = 0 < index.num_bytes <= MOST_VALUE_BYTES and 0 < index.part_bytes <= MOST_VALUE_BYTES
         if not are_sizes_good or index.payload_bytes > index.part_bytes * MOST_PARTS:
             raise BadEntry("length", "its index names sizes that no entry has")
@@ -274,7 +274,7 @@ class SharedEntries:
 
 
 def _digest_of(record: bytes | bytearray, attempt: int) -> bytes:
-    """What the values of an entry are named by: its header's, but for attempts after the first."""
+    """Digest of a header's record, by which the values of an entry are named, of its first attempt that itself."""
     return xxhash.xxh3_128_digest(bytes(record) + bytes([attempt]) if attempt else record)
 
 

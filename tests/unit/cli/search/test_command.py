@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,24 @@ def test_a_stopped_search_goes_on_and_comes_to_the_same(contexts: Path, capsys: 
     capsys.readouterr()
     assert run(contexts, "--max-new-tokens", "5") == 2
     assert "is the journal of another search (max_new_tokens 6, not 5)" in capsys.readouterr().err
+
+
+def test_scores_of_a_model_that_is_spoken_to_otherwise_are_another_search(
+    contexts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL_DIR, folder)
+    assert run(contexts, "--model", str(folder), "--iterations", "1") == 0
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    capsys.readouterr()
+    assert run(contexts, "--model", str(folder), "--iterations", "1") == 2
+    assert "is the journal of another search (model" in capsys.readouterr().err
+
+
+def test_a_journal_that_cannot_be_written_is_one_line(contexts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(contexts, "--journal", str(contexts.parent)) == 2
+    shown = capsys.readouterr().err
+    assert "--journal: " in shown and "cannot be read (Is a directory)" in shown and shown.count("\n") == 1
 
 
 def test_expand_shows_tokens_by_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
