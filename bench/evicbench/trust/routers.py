@@ -217,12 +217,19 @@ def _hits(server: Server) -> int:
     return sum(int(node["num_hits"]) for node in nodes_of(server))
 
 
+def _has_servers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health", timeout=5).is_success and client.get("/v1/models").is_success
+    except httpx.TransportError:  # it has not begun to listen
+        return False
+
+
 def _ask_through(url: str, contexts: Sequence[str], rng: random.Random, num_rounds: int) -> list[int]:
     """Cached tokens of each request: every context once, then again in random order."""
     cached: list[int] = []
     deadline = time.monotonic() + DRAIN_S
     with httpx.Client(base_url=url, timeout=DRAIN_S) as client:
-        while client.get("/health", timeout=5).status_code != 200 or not client.get("/v1/models").is_success:
+        while not _has_servers(client):
             if time.monotonic() > deadline:
                 raise RuntimeError("the router has no server")
             time.sleep(0.5)
