@@ -173,6 +173,7 @@ def measure_mooncake(number: int = NUM_CONTEXTS) -> Iterator[Line]:
                 f"{num_hits} hits",
                 num_hits > 0,
             )
+            yield again_line("Mooncake: the store was empty when it came back", one, other, first)
 
 
 def measure_full(number: int = NUM_CONTEXTS) -> Iterator[Line]:
@@ -203,6 +204,24 @@ def recover(one: Server, other: Server, contexts: Contexts, seconds: float = 90.
             return 1
         time.sleep(2.0)
     return 0
+
+
+def again_line(name: str, one: Server, other: Server, contexts: Contexts, seconds: float = 90.0) -> Line:
+    """Contexts that were published before, asked once each of a server whose own tree has nothing any more."""
+    deadline, number = time.monotonic() + seconds, len(contexts.prompts)
+    while time.monotonic() < deadline and int(str(external(one)["num_gone"])) < number:
+        time.sleep(1.0)
+    wait_until_published(one)
+    other.flush()
+    answers = [ask(other, prompt) for prompt in contexts.prompts]
+    hits = sum(answer.num_cached >= NUM_TOKENS - 1 for answer in answers)
+    num_wrong = sum(answer.tokens != truth for answer, truth in zip(answers, contexts.truth, strict=True))
+    return Line(
+        f"{name}: what servers had published before, asked of one that has nothing else",
+        f"3 of 4 are hits again {seconds:g} s later, no answer is wrong",
+        f"{hits} of {number} hits, {num_wrong} wrong; {external(one)['num_gone']} copies seen to be gone",
+        hits >= 0.75 * number and not num_wrong,
+    )
 
 
 def _chosen(contexts: Contexts, which: Sequence[int]) -> Contexts:
