@@ -50,7 +50,7 @@ help:
 	@echo "make show-budgets     layer budgets on the small model: found, expanded, three seeds, one search, heads, servers; at most 45 minutes"
 	@echo "make show-operator    series, alerts, page, floors, errors, commands; needs apt-get install prometheus chromium; at most 25 minutes"
 	@echo "make show-trust       KV events, SGLang's router, a shared store, damaged files, ranks, SGLang's behaviours, a soak; needs pip install"
-	@echo "                      sglang-router mooncake-transfer-engine-non-cuda, apt-get install libibverbs1 librdmacm1; at most 90 minutes"
+	@echo "                      sglang-router mooncake-transfer-engine-non-cuda nixl, apt-get install libibverbs1 librdmacm1; 40 minutes"
 	@echo "make show-... QUICK=1 the same in at most 2 minutes: smaller sizes, and what they cannot judge is not judged"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make soak             64 streaming clients, everything on, kill -9 twice: 30 minutes, or SECONDS=N; prints its seed, SEED=N repeats it"

@@ -1,7 +1,7 @@
 """Storage backends of SGLang's HiCache as engines of the external store.
 
 Two of their ways to hand bytes over: as tensors (file, and what users bring along), or as an address and a size within
-memory that was registered (Mooncake).
+memory that was registered (Mooncake, NIXL).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from sglang_evicpress.tiers.entry.header import BadEntry
 from sglang_evicpress.tiers.external.entries import MOST_VALUE_BYTES
 from sglang_evicpress.tiers.external.values import Values
 
-BACKENDS = ("file", "mooncake", "dynamic")
+BACKENDS = ("file", "mooncake", "nixl", "dynamic")
 """Those of --hicache-storage-backend that keep values of any size under any key."""
 
 _OWNER = "evicpress"  # as the model's name in their keys: pages of HiCache in the same store are none of ours
-_FILE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+_FOLDERS = {"file": "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "nixl": "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"}
+_FOLDER = "file_storage_path"  # in their settings
 _MOONCAKE_LIMITS = {"MC_RPC_TIMEOUT_MS": "1000", "MC_RPC_CONNECT_TIMEOUT_MS": "1000", "MC_TCP_STATUS_TIMEOUT_SEC": "2"}
 """Mooncake waits half a minute for a peer that hangs unless it is told otherwise before it is imported."""
 
@@ -37,6 +38,40 @@ class HiCacheBackend(Protocol):
     def exists(self, key: str) -> bool: ...
     def get(self, key: str, target_location: Any, target_sizes: Any = None) -> Any: ...
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool: ...
+
+
+class NixlBackend:
+    """SGLang's NIXL backend without its pages: their transfers take any bytes of registered memory. Raises ValueError
+    for a release that has other ones."""
+
+    def __init__(self, nixl: Any) -> None:
+        used = ("_get_suffixed_key", "_query_keys_exist", "_xfer_pre_registered", "_pre_register_host", "file_manager")
+        if missing := [name for name in used if not hasattr(nixl, name)]:
+            raise ValueError(f"SGLang's NIXL backend has no {', '.join(missing)}: expected that of a supported release")
+        self._nixl = nixl
+
+    def register(self, buffer: torch.Tensor) -> None:
+        """Make memory known to it, until it is closed."""
+        self._nixl._pre_register_host(buffer.data_ptr(), buffer.numel(), "evicpress")
+
+    def exists(self, key: str) -> bool:
+        return bool(self._nixl._query_keys_exist([self._nixl._get_suffixed_key(key)])[0])
+
+    def get(self, key: str, target_location: Any, target_sizes: Any = None) -> bool:
+        return self._transfer(key, target_location, target_sizes, "READ")
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """A value that is there is written again, with the same bytes: it may be of a server that was killed."""
+        return self._transfer(key, target_location, target_sizes, "WRITE")
+
+    def close(self) -> None:
+        self._nixl.close()
+
+    def _transfer(self, key: str, address: int, num_bytes: int, direction: str) -> bool:
+        name, files = self._nixl._get_suffixed_key(key), self._nixl.file_manager
+        if files is not None:
+            name = files.get_file_path(name)
+        return bool(self._nixl._xfer_pre_registered([(address, num_bytes)], [name], direction))
 
 
 class TensorValues:
@@ -133,34 +168,43 @@ def open_values(backend: str, extra_config: Mapping[str, object]) -> Values:
         enable_storage_metrics=False,
         is_page_first_layout=False,
         model_name=_OWNER,
-        extra_config=dict(extra_config),
+        extra_config={},
     )
-    folder = extra_config.get("file_storage_path") if backend == "file" else None
+    settings = dict(extra_config)
+    if backend == "nixl":  # values have sizes of their own, which direct reads and writes do not take
+        settings["use_direct_io"] = False
+    folder = settings.pop(_FOLDER, None) if backend == "nixl" else settings.get(_FOLDER)
+    config.extra_config = settings
     try:
-        with _file_folder(folder):
+        with _folder_in_environment(_FOLDERS.get(backend), folder):
             opened = StorageBackendFactory.create_backend(backend, config, None)
+            nixl = NixlBackend(opened) if backend == "nixl" else None
     except Exception as error:
         raise ValueError(
             f"external_backend {backend!r} cannot be used ({type(error).__name__}: {error}): expected one that runs, "
             "with the external_config that SGLang's --hicache-storage-backend-extra-config would have"
         ) from error
+    if nixl is not None:
+        return AddressValues(backend, nixl, nixl.register)
     if backend == "mooncake":
         return AddressValues(backend, opened, opened.register_buffer)
     return TensorValues(backend, opened)
 
 
 @contextmanager
-def _file_folder(folder: object) -> Iterator[None]:
-    """The backend ``file`` of older releases reads its folder from the environment alone."""
-    known = os.environ.get(_FILE_FOLDER)
-    if folder is not None:
-        os.environ[_FILE_FOLDER] = str(folder)
+def _folder_in_environment(name: str | None, folder: object) -> Iterator[None]:
+    """Some backends read their folder from the environment alone."""
+    if name is None or folder is None:
+        yield
+        return
+    known = os.environ.get(name)
+    os.environ[name] = str(folder)
     try:
         yield
     finally:
-        os.environ.pop(_FILE_FOLDER, None)
+        del os.environ[name]
         if known is not None:
-            os.environ[_FILE_FOLDER] = known
+            os.environ[name] = known
 
 
 def _tensor(memory: memoryview) -> torch.Tensor:

@@ -160,11 +160,11 @@ def _engine_settings(value: object) -> object:
 class StoreFlags:
     """Storage that others may reach: a store that servers share, and the key that seals what is kept outside."""
 
-    backend: Literal["file", "mooncake", "dynamic"] | None = setting(
+    backend: Literal["file", "mooncake", "nixl", "dynamic"] | None = setting(
         None,
-        "one of file, mooncake, dynamic",
+        "one of file, mooncake, nixl, dynamic",
         "Store that servers of one model share, by a storage backend of SGLang's --hicache-storage-backend: file, "
-        "mooncake or dynamic. Prefixes are published there, and read where that is sooner than computing",
+        "mooncake, nixl or dynamic. Prefixes are published there, and read where that is sooner than computing",
         key="external_backend",
     )
     config: Annotated[Mapping[str, Any] | None, BeforeValidator(_engine_settings)] = setting(

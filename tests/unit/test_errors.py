@@ -57,7 +57,7 @@ TABLE: tuple[Row, ...] = (
     ("flags", 2, {"ssd_allow_dir": "/kv,kv"}, ("ssd_allow_dir 'kv'", "absolute")),
     ("flags", 2, {"ssd_allow_dir": ""}, ("ssd_allow_dir ''", "absolute")),
     ("flags", 2, {"ssd_key_file": "", "ssd_allow_dir": "/kv"}, ("ssd_key_file is ''", "path of a file")),
-    ("flags", 2, {"external_backend": "nixl"}, ("'nixl'", "one of file, mooncake, dynamic")),
+    ("flags", 2, {"external_backend": "hf3fs"}, ("'hf3fs'", "one of file, mooncake, nixl, dynamic")),
     ("flags", 2, {"external_config": "{}"}, ("without external_backend", "expected both")),
     ("flags", 2, {"external_backend": "file", "external_config": "{"}, ("'{' is not JSON", "a JSON object, or @")),
     ("flags", 2, {"external_backend": "file", "external_config": "[]"}, ("external_config is", "a JSON object")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import statistics
@@ -131,19 +132,31 @@ def failing_line(name: str, server: Server, contexts: Contexts, target: str) -> 
 
 
 def measure_file(number: int = NUM_CONTEXTS) -> Iterator[Line]:
-    contexts = Contexts.drawn("file", number)
+    """SGLang's own files, in one folder that servers share."""
+    yield from _measure_folder("file", number, {})
+
+
+def measure_nixl(number: int = NUM_CONTEXTS) -> Iterator[Line]:
+    """NIXL with its plugin for files. Raises RuntimeError where it is not installed."""
+    if importlib.util.find_spec("nixl") is None:
+        raise RuntimeError("NIXL is not installed: pip install nixl nixl-cu13, or the one of your CUDA")
+    yield from _measure_folder("nixl", number, {"plugin": {"posix": {"active": True}}})
+
+
+def _measure_folder(backend: str, number: int, settings: dict[str, object]) -> Iterator[Line]:
+    contexts, name = Contexts.drawn(backend, number), f"{backend} backend"
     with scratch(1 << 30) as folder:
-        arguments = flags("file", {"file_storage_path": str(folder)})
+        arguments = flags(backend, {"file_storage_path": str(folder), **settings})
         with Server(*arguments) as server:
             compute(server, contexts)
         damaged = _damage(folder, random.Random(0))
         with Server(*arguments) as server:
-            yield salt_line("file backend", server, contexts)
+            yield salt_line(name, server, contexts)
             whole = [index for index in range(number) if index not in damaged_contexts(folder, damaged, contexts)]
-            yield shared_line("file backend", server, _chosen(contexts, whole))
+            yield shared_line(name, server, _chosen(contexts, whole))
             rest = [index for index in range(number) if index not in whole]
             yield failing_line(
-                f"file backend: {len(damaged)} of its files were cut short or changed",
+                f"{name}: {len(damaged)} of its files were cut short or changed",
                 server,
                 _chosen(contexts, rest),
                 "each is a miss",
@@ -234,7 +247,7 @@ def _chosen(contexts: Contexts, which: Sequence[int]) -> Contexts:
 
 def _damage(folder: Path, rng: random.Random) -> list[Path]:
     """Change or cut short a third of the payloads of a store's folder."""
-    parts = sorted(path for path in folder.glob("*-0_*") if not any(level in path.name for level in LEVELS))
+    parts = sorted(path for path in folder.rglob("*-0_*") if not any(level in path.name for level in LEVELS))
     chosen = rng.sample(parts, max(1, len(parts) // 3))
     for path in chosen:
         data = bytearray(path.read_bytes())
@@ -253,7 +266,7 @@ def damaged_contexts(folder: Path, damaged: Sequence[Path], contexts: Contexts) 
 
     found = set()
     for path in damaged:
-        (header_file,) = folder.glob(f"{path.name.split('-')[0]}-header_*")
+        (header_file,) = folder.rglob(f"{path.name.split('-')[0]}-header_*")
         header, _ = decode(header_file.read_bytes())
         begins = [token_bytes(prompt[: len(header.tokens) // 4]) for prompt in contexts.prompts]
         found |= {index for index, begin in enumerate(begins) if header.tokens.startswith(begin[: len(header.tokens)])}

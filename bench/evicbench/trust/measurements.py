@@ -12,6 +12,7 @@ MEASUREMENTS = {
     "router": Measurement(routers.measure_router),
     "store_file": Measurement(external.measure_file, partial(external.measure_file, 4)),
     "store_mooncake": Measurement(external.measure_mooncake),
+    "store_nixl": Measurement(external.measure_nixl),
     "store_full": Measurement(external.measure_full),
     "fuzz": Measurement(fuzz.measure, unjudged(partial(fuzz.measure, 20_000))),
     "ranks": Measurement(ranks.measure, partial(ranks.measure_agreement, 60.0)),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_evicpress.patches.tiers.hicache_values import AddressValues, open_values
+from sglang_evicpress.patches.tiers.hicache_values import AddressValues, NixlBackend, open_values
 from sglang_evicpress.tiers.entry.header import BadEntry
 from sglang_evicpress.tiers.external.values import Values
 
@@ -121,3 +121,59 @@ def test_bytes_are_handed_over_by_address_in_registered_memory() -> None:
     backend = Addresses()
     check_values(AddressValues("mooncake", backend, backend.register))
     assert len(backend.registered) == 1
+
+
+class Nixl:
+    """SGLang's NIXL backend, as far as values need it, and its files by path."""
+
+    def __init__(self) -> None:
+        self.kept, self.file_manager = Addresses(), self
+        self.is_closed = False
+
+    def get_file_path(self, name: str) -> str:
+        return f"/kv/{name}"
+
+    def _get_suffixed_key(self, key: str) -> str:
+        return f"{key}_evicpress_0_1"
+
+    def _query_keys_exist(self, names: list[str]) -> list[bool]:
+        return [self.kept.exists(self.get_file_path(name)) for name in names]
+
+    def _pre_register_host(self, begin: int, size: int, kind: str) -> None:
+        self.kept.registered.append((begin, begin + size))
+
+    def _xfer_pre_registered(self, buffers: list[tuple[int, int]], paths: list[str], direction: str) -> bool:
+        ((at, size),), (path,) = buffers, paths
+        if direction == "READ":
+            return self.kept.get(path, at, size)
+        self.kept.values.pop(path, None)
+        return self.kept.set(path, None, at, size)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_nixl_keeps_bytes_of_registered_memory_without_pages() -> None:
+    nixl = Nixl()
+    backend = NixlBackend(nixl)
+    values = AddressValues("nixl", backend, backend.register)
+    check_values(values)
+    assert set(nixl.kept.values) == {f"/kv/key-{size}_evicpress_0_1" for size in SIZES}
+    nixl.kept.values["/kv/key-80_evicpress_0_1"] = bytes(79)  # of a server that was killed as it wrote
+    data, found = bytearray(random.Random(80).randbytes(80)), bytearray(80)
+    assert values.put("key-80", memoryview(data)) and values.get("key-80", memoryview(found)) and found == data
+    values.close()
+    assert nixl.is_closed
+
+
+def test_nixl_of_a_release_that_has_other_transfers_is_refused() -> None:
+    with pytest.raises(ValueError, match="SGLang's NIXL backend has no _get_suffixed_key, .*: expected that of"):
+        NixlBackend(object())
+
+
+def test_the_releases_nixl_has_what_is_used() -> None:
+    path = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt/mem_cache/storage/nixl"
+    text = (path / "hicache_nixl.py").read_text()
+    for name in ("_get_suffixed_key", "_query_keys_exist", "_xfer_pre_registered", "_pre_register_host"):
+        assert f"def {name}(" in text
+    assert "self.file_manager = (" in text and "use_direct_io" in (path / "nixl_utils.py").read_text()
