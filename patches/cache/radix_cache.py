@@ -166,7 +166,7 @@ class EvicPressCache(RadixCache):
         super().reset()
         tiers.placement.clear(self.nodes.values())
         tiers.prefetches.clear()
-        self.parts.ssd_attachment.flush()
+        self.parts.ssd_attachment.flush(is_first=self.scheduler is None)
         self.nodes.clear()
         self.shadows.clear_shadows()
         self.changes.flushed()

@@ -74,12 +74,13 @@ class RequestsInspection:
 
         Raises IntrospectionError 404 for a ``rid`` that is not among them.
         """
+        known = None if rid is None else rid[:MAX_RID]
         live: list[tuple[int, Told]] = [
             (state.number, (req, state))
             for req, state in self._budgeted()
-            if rid is None or req.rid[:MAX_RID] == rid[:MAX_RID]
+            if known is None or req.rid[:MAX_RID] == known
         ]
-        ended = [(each.number, each) for each in self._records.ended if rid is None or each.described["rid"] == rid]
+        ended = [(each.number, each) for each in self._records.ended if known in (None, each.described["rid"])]
         most = MAX_REQUESTS if rid is not None else min(limit, MAX_REQUESTS)
         after = 0 if rid is not None else after
         matches = [each for each in chain(live, ended) if each[0] > after]

@@ -107,9 +107,10 @@ class SsdAttachment:
             self._detach(former)
             self._parted = former
 
-    def flush(self) -> None:
-        """The tree goes, and with it every SSD entry, as the weights may be others now."""
-        if self.storage.ssd is not None and self.nodes:
+    def flush(self, *, is_first: bool = False) -> None:
+        """The tree goes, and with it every SSD entry, as the weights may be others now; not of one that is being made
+        (``is_first``)."""
+        if self.storage.ssd is not None and not is_first:
             self.storage.ssd.clear(self.storage.workers["write"])
         self.is_mixed = False
         if self.storage.external is not None:

@@ -173,9 +173,11 @@ class SsdIo:
         return reservation
 
     def make_ssd_room(self, num_bytes: int) -> None:
-        """Remove what so many bytes more need: first entries that no node holds, then those whose nodes are all on a
-        faster tier, then nodes that lose least by it. Between two ticks no more than ``MOST_GIVEN_UP`` of them."""
+        """Remove what so many bytes more need: first what servers of other models left, then entries that no node
+        holds, then those whose nodes are all on a faster tier, then nodes that lose least by it. Of all but the first
+        no more than ``MOST_GIVEN_UP`` between two ticks."""
         ssd, writers = self.ssd, self.storage.workers["write"]
+        ssd.store.give_up_foreign(ssd.lacking(num_bytes))
         self._num_to_give_up -= ssd.drop_unused(ssd.lacking(num_bytes), self._num_to_give_up, writers)
         self._drop_redundant(ssd.lacking(num_bytes))
         lacking = ssd.lacking(num_bytes)

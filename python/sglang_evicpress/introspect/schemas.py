@@ -142,7 +142,7 @@ JOURNAL = page(
 )
 STATS = record(
     policy=TEXT,
-    alpha=NUMBER,
+    alpha=told(nullable(NUMBER), "null for a policy that weighs no quality"),
     quality=record(target=nullable(NUMBER), predicted=nullable(NUMBER), measured=nullable(NUMBER)),
     reuse=OBJECT,
     forms=array(TEXT),

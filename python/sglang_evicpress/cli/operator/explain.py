@@ -47,7 +47,9 @@ def options(answer: Json) -> list[str]:
         )
     head = (
         f"node {answer['node_id']}: {answer['num_tokens']} tokens behind {answer['depth_tokens']}, "
-        f"{answer['weight']:.3g} uses/s, alpha {answer['alpha']:g}"
+        f"{answer['weight']:.3g} uses/s"
     )
+    if answer.get("alpha") is not None:  # of a policy that weighs quality by one
+        head += f", alpha {answer['alpha']:g}"
     chosen = f"next: {answer['next']}" if answer.get("next") else "nothing is next"
     return [head, f"{chosen}; {answer['why']}", "", *aligned(rows)]

@@ -84,13 +84,16 @@ def lines(sample: Sample, before: Sample | None = None) -> list[str]:
 
 
 def _summary(stats: Json) -> Iterator[str]:
-    quality = stats["quality"]
-    target = (
-        f"alpha {stats['alpha']:.3g}, fixed"
-        if quality["target"] is None
-        else f"quality {number(quality['measured'])} of {quality['target']:g} "
-        f"(predicted {number(quality['predicted'])}), alpha {stats['alpha']:.3g}"
-    )
+    quality, alpha = stats["quality"], stats["alpha"]
+    if alpha is None:
+        target = "weighs no quality"
+    elif quality["target"] is None:
+        target = f"alpha {alpha:.3g}, fixed"
+    else:
+        target = (
+            f"quality {number(quality['measured'])} of {quality['target']:g} "
+            f"(predicted {number(quality['predicted'])}), alpha {alpha:.3g}"
+        )
     yield f"policy {stats['policy']}: {target}"
     total = stats["total_slots"]
     in_use = total - stats["free_slots"]

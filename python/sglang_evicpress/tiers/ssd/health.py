@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -55,12 +56,22 @@ class FreeSpace:
             self._answer, self._asked_s, self._taken = answer, now, 0
             return self._fits(num_bytes, reserved)
 
+    def had(self, num_bytes: int) -> bool:
+        """True if there was so much besides what is left to others when it was last asked."""
+        with self._lock:
+            free, total = self._answer
+            return free - num_bytes >= _left_to_others(total)
+
     def _fits(self, num_bytes: int, reserved: int) -> bool:
         free, total = self._answer
-        if free - self._taken - reserved - num_bytes < max(_MIN_FREE_BYTES, min(total // 100, _MAX_FREE_BYTES)):
+        if free - self._taken - reserved - num_bytes < _left_to_others(total):
             return False
         self._taken += num_bytes
         return True
+
+
+def _left_to_others(total: int) -> int:
+    return max(_MIN_FREE_BYTES, min(total // 100, _MAX_FREE_BYTES))
 
 
 class DiskHealth:
@@ -101,7 +112,11 @@ class DiskHealth:
     def has_room(self, num_bytes: int, reserved: int) -> bool:
         """True if the file system has ``num_bytes`` besides the ``reserved`` ones, which may not be written yet."""
         try:
-            return self._space.take(num_bytes, reserved, ANSWER_S)
+            if self._space.take(num_bytes, reserved, ANSWER_S):
+                return True
+            if not self._space.had(num_bytes):
+                raise OSError(errno.ENOSPC, "others have filled the file system")
+            return False  # for what is being written
         except OSError as error:
             self.pause(error)
             return False

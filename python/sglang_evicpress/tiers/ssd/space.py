@@ -102,7 +102,7 @@ class Space:
         record_bytes = BLOCK_BYTES + num_bytes // 32  # records are smaller than this, unless payloads are tiny
         lacking = self.used + size + record_bytes - self.capacity_bytes
         if lacking > 0:
-            self._make_foreign_obsolete(lacking)
+            self.make_foreign_obsolete(lacking - self._to_give_back)
             return None
         segment = self._segment_for(size)
         reservation = Reservation(segment.number, segment.end, num_bytes, record_bytes)
@@ -211,12 +211,16 @@ class Space:
         self.reclaimable.add(self._open.number)
         self._open = None
 
-    def _make_foreign_obsolete(self, num_bytes: int) -> None:
-        for number in self.reclaimable:
-            segment = self.segments[number]
-            num_bytes -= segment.held if segment.is_obsolete else segment.garbage if self.can_punch else 0
+    def make_foreign_obsolete(self, num_bytes: int) -> None:
+        """Doom foreign segments, the oldest first, for so many bytes."""
         while self._foreign and num_bytes > 0:
             num_bytes -= self._make_obsolete(self._foreign.pop(0))
+
+    @property
+    def _to_give_back(self) -> int:
+        segments = [self.segments[number] for number in self.reclaimable]
+        garbage = sum(each.garbage for each in segments if not each.is_obsolete) if self.can_punch else 0
+        return garbage + sum(each.held for each in segments if each.is_obsolete)
 
     def _make_obsolete(self, number: int) -> int:
         segment = self.segments[number]

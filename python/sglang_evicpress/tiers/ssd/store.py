@@ -152,10 +152,17 @@ class SsdStore:
 
     @property
     def garbage_bytes(self) -> int:
-        """Bytes of garbage payloads, which are not found any more and which ``reclaim`` gives back."""
+        """Bytes that ``reclaim`` gives back: garbage payloads, which are not found any more, and whole segments."""
         with self._lock:
             numbers = (self._space.reclaimable | self._being_reclaimed) & self._space.segments.keys()
-            return sum(self._space.segments[number].garbage for number in numbers)
+            segments = [self._space.segments[number] for number in numbers]
+            return sum(each.held if each.is_obsolete else each.garbage for each in segments)
+
+    def give_up_foreign(self, num_bytes: int) -> None:
+        """Doom so many bytes that servers of other models have left; ``reclaim`` gives them back."""
+        if num_bytes > 0:
+            with self._lock:
+                self._space.make_foreign_obsolete(num_bytes)
 
     def remove(self, ref: Ref, *, is_lazy: bool = False) -> None:
         """Forget an entry, on disk as well; ``reclaim`` gives its space back. Nothing happens if it is gone. A lazy
@@ -285,6 +292,8 @@ class SsdStore:
                 segment.is_named = True
             except OSError as error:
                 self._health.count(error)
+                with self._lock:
+                    segment.is_synced = False  # for the next time
 
     def abandon(self) -> None:
         """Publish nothing any more, without waiting for what is being written. The folder stays locked until ``close``

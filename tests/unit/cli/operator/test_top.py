@@ -27,6 +27,12 @@ def sample(at_s: float, requests: int, new: int, demoted: int) -> Sample:
     return Sample(at_s, stats, {"tiers": {"gpu": gpu}}, {"num_decisions": 5, "last": 5, "entries": [entry]})
 
 
+def test_a_policy_that_weighs_no_quality_has_no_alpha() -> None:
+    look = sample(0.0, 10, 400, 7)
+    look.stats.update(policy="lru", alpha=None, quality=dict.fromkeys(("target", "predicted", "measured")))
+    assert "policy lru: weighs no quality" in lines(look)
+
+
 def test_the_first_look_has_totals() -> None:
     text = "\n".join(lines(sample(0.0, 10, 400, 7)))
     assert "policy evicpress: quality 0.975 of 0.97 (predicted 0.980), alpha 12.5" in text

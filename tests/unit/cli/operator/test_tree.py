@@ -89,3 +89,5 @@ def test_options_are_told_with_what_is_next_and_why() -> None:
     assert head == "node 7: 300 tokens behind 0, 2 uses/s, alpha 1" and chosen == "next: drop; so"
     assert held.split() == ["exact/gpu", "2.00", "MB", "1.000", "0.00", "ms", "2.5", "held"]
     assert drop.split()[-2:] == ["1", "next"]
+    del answer["alpha"]  # as of every policy that weighs no quality by one
+    assert options(answer)[0] == "node 7: 300 tokens behind 0, 2 uses/s"

@@ -9,6 +9,7 @@ import random
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -553,6 +554,20 @@ def test_entries_of_another_model_are_not_served_and_go_when_room_is_needed(
     assert 0 < store.num_entries < 15
 
 
+def test_entries_of_another_model_go_before_any_of_ours(open_store: Callable[..., SsdStore]) -> None:
+    store, number, other = open_store(8 * MiB, segment_bytes=MiB), 18, bytes(16)
+    for seed in range(number):
+        put(store, *make_entry(seed, 1000))
+    store = open_store(8 * MiB, other, segment_bytes=MiB)
+    ours = put(store, *make_entry(50, 1000, other))
+    used = store.used_bytes
+    assert store.garbage_bytes == 0
+    store.give_up_foreign(3 * MiB)
+    assert store.garbage_bytes >= 3 * MiB, "it counts as good as given back"
+    assert store.reclaim() >= 3 * MiB and store.used_bytes <= used - 3 * MiB
+    assert ours in store and open_store(8 * MiB, segment_bytes=MiB).num_entries < number
+
+
 def test_folder_is_for_one_store_at_a_time(open_store: Callable[..., SsdStore], tmp_path: Path) -> None:
     open_store()
     with pytest.raises(StoreError, match=f"rank-0 is in use by process {os.getpid()}"):
@@ -728,6 +743,32 @@ def test_some_of_the_disk_is_left_to_others(open_store: Callable[..., SsdStore])
     assert store.reserve(10 * MiB) is None
     store.release(first)
     assert store.reserve(10 * MiB) is not None
+
+
+def test_a_file_system_that_others_have_filled_takes_nothing_for_a_while(open_store: Callable[..., SsdStore]) -> None:
+    files = _Small()
+    store = open_store(files=files, backoff_s=0.2)
+    files.free = 60 * MiB
+    time.sleep(0.06)  # the last answer is asked for again
+    assert store.is_writable and store.reserve(MiB) is None
+    assert not store.is_writable and store.errors == {"full": 1}
+    files.free = 100 * MiB
+    time.sleep(0.25)
+    assert store.is_writable and store.reserve(MiB) is not None
+
+
+def test_what_was_not_synced_is_synced_the_next_time(open_store: Callable[..., SsdStore]) -> None:
+    files, synced = _Failing(), list[int]()
+    store = open_store(files=files)
+    put(store, *make_entry(1))
+    files.method, files.code = "open", errno.EMFILE
+    store.sync()
+    assert store.errors == {"io": 1}
+    files.code, files.fdatasync = None, synced.append
+    store.sync()
+    assert len(synced) == 2
+    store.sync()
+    assert len(synced) == 2
 
 
 class _Recorder(Files):
