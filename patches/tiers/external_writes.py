@@ -83,7 +83,7 @@ class ExternalWrites:
     def is_busy(self) -> bool:
         """True if there is anything to publish."""
         store = self.storage.external
-        return store is not None and bool(self._queue) and store.may_write
+        return store is not None and bool(self._queue) and store.may_write and store.may_read
 
     def advance(self) -> None:
         """Look at a few nodes that are new, or have changed."""
