@@ -171,6 +171,7 @@ def test_a_store_that_is_down_costs_nothing_but_the_hit(sharing: Sharing, engine
     engine.is_down = True
     assert second.serve([*tokens, 59]) == 0
     assert second.tree.storage.errors == {"external_io": 1} and not second.tree.storage.external.may_read
+    assert second.tree.storage.external.gain.hit_share == 0.5  # nor do lookups count as worth less
     assert second.serve([*some_tokens(second, 50), 59]) == 0
     assert second.tree.storage.errors == {"external_io": 1}  # it was left alone
     engine.is_down = False
