@@ -7,7 +7,6 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.patches.tiers.external_writes import AWAY
 from sglang_evicpress.patches.tiers.prefetches import Prefetch, Worth
 from sglang_evicpress.patches.tiers.ssd_io import shared_tokens
 from sglang_evicpress.patches.tiers.types import HostMemory, Names, Runs, Tiers
@@ -122,7 +121,7 @@ class ExternalReads:
         del self._lookups[job.which]
         self._awaited.pop(job, None)
         read = None if job.found is None or not self._is_current(job) else self._start_read(job, job.found)
-        if job.error not in AWAY:  # what a failing store took says nothing of one that answers
+        if job.error is None:  # what a failing store took says nothing of one that answers
             job.store.gain.observe(self.storage.now_s() - job.begun_s, is_hit=read is not None)
         if read == "later":
             for prefetch in job.asked:

@@ -85,7 +85,7 @@ def wait_until_published(server: Server, seconds: float = 30.0) -> None:
         if now == before:
             return
         before = now
-        time.sleep(3.0)
+        time.sleep(2.0)
 
 
 def shared_line(name: str, server: Server, contexts: Contexts) -> Line:
