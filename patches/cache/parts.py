@@ -351,6 +351,7 @@ class Parts:
             tree.queries.clear,
             tree.queued_hits.clear,
             tree.quality.clear,
+            tiers.external_checks.clear,
             self.slot_checks.clear,
         )
         terms.advanced.subscribe(self.moves.retry_failed, tree.quality.refresh_default, self.shadows.expire_shadows)

@@ -46,6 +46,10 @@ class ExternalChecks:
         """The node is gone."""
         self._seen_s.pop(node.id, None)
 
+    def clear(self) -> None:
+        """Every node is gone."""
+        self._seen_s.clear()
+
     def advance(self) -> None:
         """Look for the copy that was seen longest ago, if that is due."""
         store, now_s = self.storage.external, self.storage.now_s()

@@ -206,6 +206,8 @@ def test_what_the_store_has_lost_is_published_again(sharing: Sharing, engine: En
     checks._was_away = True  # what is there stays
     walk.until(lambda: not checks._was_away and not checks._is_under_way)
     assert published(walk) == 2 and counts(walk, "gone") == [1] and node.kv.external is not None
+    walk.reset()
+    assert not checks._seen_s, "nodes that are gone keep nobody waiting"
 
 
 def test_a_dead_long_name_does_not_hide_a_short_one(
