@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from sglang_evicpress.controller.controller import NO_COPY
-from sglang_evicpress.core import LowerCopy, Tier
+from sglang_evicpress.core import Decision, LowerCopy, Tier
 from sglang_evicpress.patches.tiers.types import Controlling, Evictions, Slots
 from sglang_evicpress.patches.tree.types import Allocator
 from sglang_evicpress.policy.cost_model import CostSnapshot
-from sglang_evicpress.policy.wait_cost import bytes_to_copy, is_wasteful, seconds_lost
+from sglang_evicpress.policy.wait_cost import copies_to_make, is_wasteful, seconds_lost
 
 MOST_ROUNDS = 4
 
@@ -37,6 +37,7 @@ class Eviction:
     log: Evictions
     _: KW_ONLY
     costs: Callable[[], CostSnapshot]
+    observe_copies: Callable[[int, int, float], None]
     bounded: Callable[[Tier, int], int]
     mark_dirty: Callable[[], None]
     num_running: Callable[[], int]
@@ -133,11 +134,11 @@ class Eviction:
         controller, planner, costs = self.controller, self.controller.planner, self.costs()
         slot_bytes, lower_copies_of = self.slot_bytes, self.lower_copies_of
         patient = planner.plan(Tier.GPU, wanted * slot_bytes, self.room())
-        num_bytes, wastes = bytes_to_copy(patient, lower_copies_of), is_wasteful(patient, planner)
-        if not num_bytes and not wastes:
+        (num_copies, num_bytes), wastes = copies_to_make(patient, lower_copies_of), is_wasteful(patient, planner)
+        if not num_copies and not wastes:
             return controller.execute(patient, at_once=True)
         urgent = planner.plan(Tier.GPU, needed * slot_bytes, lower_copies_of=lower_copies_of)
-        copy_s = costs.load_seconds(Tier.HOST, num_bytes)
+        copy_s = costs.copy_seconds(num_copies, num_bytes)
         lost_s, lost_without_copies_s = (
             seconds_lost(plan, planner, costs, controller.value_of_hit) for plan in (patient, urgent)
         )
@@ -150,13 +151,14 @@ class Eviction:
         elif wastes:
             is_urgent = True
         begin = time.perf_counter()
-        freed = controller.execute(urgent) if is_urgent else controller.execute(patient, at_once=True)
+        freed = controller.execute(urgent) if is_urgent else self._copy(patient)
         self.log.add(
             "without_copies" if is_urgent else "with_copies",
             time.perf_counter() - begin,
             time_s=controller.now_s,
             needed_slots=needed,
             freed_slots=freed,
+            nodes_to_copy=num_copies,
             bytes_to_copy=num_bytes,
             copy_s=copy_s,
             lost_s=lost_s,
@@ -164,4 +166,14 @@ class Eviction:
             is_enough_without_copies=is_enough,
             running_requests=self.num_running(),
         )
+        return freed
+
+    def _copy(self, plan: Sequence[Decision]) -> int:
+        """Carry out a plan whose copies are made at once, and learn what these take."""
+        counts, seconds = self.log.counts, self.log.seconds
+        copies, num_bytes, copying_s = counts["copies"], counts["copied_bytes"], seconds["copying"]
+        freed = self.controller.execute(plan, at_once=True)
+        if counts["copies"] > copies:
+            num_copied, took_s = counts["copies"] - copies, seconds["copying"] - copying_s
+            self.observe_copies(num_copied, counts["copied_bytes"] - num_bytes, took_s)
         return freed

@@ -131,6 +131,7 @@ class Parts:
             tiers.placement.lower_copies_of,
             tree.eviction_log,
             costs=lambda: tree.terms.costs,
+            observe_copies=tree.terms.observe_copies,
             bounded=tree.policy.bounded,
             mark_dirty=tree.background_clock.mark_dirty,
             num_running=outside.num_running,
@@ -215,6 +216,7 @@ class Parts:
             costs=lambda: tree.terms.costs,
             num_slots_needed=lambda: tiers.prefetches.num_slots_needed,
             mark_dirty=tree.background_clock.mark_dirty,
+            ranks=tree.ranks,
             slot_bytes=slot_bytes,
         )
         self.slot_checks = SlotChecks(

@@ -23,6 +23,9 @@ AWAY = TransferCost(1e6, 1.0)
 
 FAR = 1.0  # twice or half of it: looked at ten times as soon
 DRIFT = 0.1  # of a predicted duration: costs that differ less are not worth another look at every node
+COPIES_SEEN, COPIES_PER_LOOK = 16, 8
+"""Evictions that copied: of those after the first ones, each of so many is learned from."""
+
 REFRESH_S = 10.0  # nor is it more often than this,
 REFRESH_S_PER_NODE = 1e-3  # or than takes a hundredth of the time: each node costs some 10 us
 
@@ -56,6 +59,7 @@ class PolicyTerms:
             PrefillCost(config.prefill.fixed_s, config.prefill.per_token_s, config.prefill.per_pair_s), START_LOADS, {}
         )
         self.cost_model = CostModel(self.costs)
+        self._num_copies_seen = 0
         self._least_weight = self.recompute_weight = DROP_WEIGHT if has_host else 1.0
         self.weighed = _weighed(self.costs, self.recompute_weight, is_away=False)
         self._first_stamp_s: float | None = None
@@ -70,12 +74,20 @@ class PolicyTerms:
         if num_bytes > 0 and seconds > 0.0:
             self.cost_model.observe_load(tier, num_bytes, seconds)
 
+    def observe_copies(self, num_copies: int, num_bytes: int, seconds: float) -> None:
+        """An eviction copied so many nodes to the host, of ``num_bytes`` together."""
+        self._num_copies_seen += 1
+        if self._num_copies_seen <= COPIES_SEEN or self._num_copies_seen % COPIES_PER_LOOK == 0:
+            self.cost_model.observe_copy(num_copies, num_bytes, seconds)
+
     def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float = 1.0) -> None:
         """Rank 0's clock shows ``stamp_s`` and it has seen these costs; called on every rank between two steps.
         ``congestion``: how many requests a second of computing delays there."""
         if self._first_stamp_s is None:
             self._first_stamp_s = stamp_s
         self.now_s = max(self.now_s, stamp_s - self._first_stamp_s)
+        if costs.copy != self.costs.copy:  # no step of a node depends on it
+            self.costs = replace(self.costs, copy=costs.copy)
         self.advanced()
         self._take(costs, max(self._least_weight, congestion))
 

@@ -8,6 +8,7 @@ node carry its queued hits, as they carry its uses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,6 +22,10 @@ MAX_NODES = 256
 
 QUEUED_RATE = 1.0
 """Uses per second that a waiting request is: it is sure to come, within about a second."""
+
+
+WORTH_TELLING = 0.05
+"""Share by which a weight has to change with age before the policy is told."""
 
 
 class LogicalTime(Protocol):
@@ -104,7 +109,9 @@ class QueuedHits:
     def grow_older(self) -> None:
         """Called once a round: nodes that nobody has used for some time weigh something else now."""
         for node_id in self._reuse.advance(self._terms.now_s):
-            self._reweigh(self._nodes[node_id])
+            node = self._nodes[node_id]
+            if not math.isclose(self._weight_of(node), node.kv.weight, rel_tol=WORTH_TELLING):
+                self._reweigh(node)
         for node_id in self._retention.advance(self._terms.now_s):
             self._reweigh(self._nodes[node_id])
 

@@ -115,6 +115,7 @@ class Statistics:
             "costs": {
                 "in_use": described_cost(self.terms.costs.prefill),
                 "learned": described_cost(self.terms.cost_model.costs.prefill),
+                "copy": {"fixed_s": self.terms.costs.copy.fixed_s, "bytes_per_s": self.terms.costs.copy.bytes_per_s},
                 "num_observations": self.prefill_times.num_observed,
                 "recompute_weight": round(self.terms.recompute_weight, 3),
             },

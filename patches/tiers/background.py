@@ -3,6 +3,7 @@ watermarks, so that evicting normally only frees."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
@@ -22,6 +23,7 @@ from sglang_evicpress.patches.tiers.types import (
     Tiers,
 )
 from sglang_evicpress.patches.tree.node import is_lossy, start_of
+from sglang_evicpress.patches.tree.ranks import Ranks
 from sglang_evicpress.patches.tree.types import Allocator, Node
 from sglang_evicpress.policy.cost_model import CostSnapshot
 
@@ -34,11 +36,15 @@ LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes ar
 HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier
 SSD_LOW_SHARE, SSD_HIGH_SHARE = 1 / 32, 1 / 16  # the same of the SSD tier
 
-MOST_NODES = 8
-"""Nodes that a call moves or begins to copy, after which it leaves the rest to the next one."""
+MOST_NODES = 2
+"""Nodes that a step moves or begins to copy."""
 
-LOOKED_AHEAD = 16
-"""Nodes of which each call finds out what they are to be soon: more than are taken before the next one."""
+MOST_STEPS, MOST_S = 8, 1.2e-3
+"""Steps of a call where requests would have to evict else, and the time after which it leaves the rest to the next one;
+with other ranks, which no clock holds together, the steps alone count."""
+
+LOOKED_AHEAD = 8
+"""Nodes of which each step finds out what they are to be soon: more than are taken before the next one."""
 
 
 class Marking(Protocol):
@@ -78,6 +84,7 @@ class BackgroundDemotion:
     costs: Callable[[], CostSnapshot]
     num_slots_needed: Callable[[], int]
     mark_dirty: Marking
+    ranks: Ranks
     slot_bytes: int
 
     def __post_init__(self) -> None:
@@ -87,8 +94,16 @@ class BackgroundDemotion:
         self._has_done_any = False  # since the work was listed
 
     def keep_room(self) -> None:
-        """Make room that is short on any tier, and copy below what is next. A call does one of these, for a few nodes,
-        and leaves the rest to the next calls: every other one to the GPU, where requests wait for it."""
+        """Make room that is short on any tier, and copy below what is next. A step does one of these, for a few nodes:
+        every other one for the GPU, where requests wait for it. What few steps do not do is left to the next call."""
+        begin_s = time.perf_counter()
+        for _ in range(MOST_STEPS):
+            is_pressing = self._keep_some_room()
+            if not is_pressing or (self.ranks.is_alone and time.perf_counter() - begin_s > MOST_S):
+                break
+
+    def _keep_some_room(self) -> bool:
+        """True if a request would have to evict, all that it needs in one piece."""
         self._is_gpus_turn = not self._is_gpus_turn
         num_released = self._keep_gpu_room() if self._is_gpus_turn else 0
         if not num_released:
@@ -99,9 +114,10 @@ class BackgroundDemotion:
             while self._todo and not self._has_done(self._todo.pop()()):
                 pass
         if self._is_gpus_turn and not num_released and not self._todo and not self._has_done_any:
-            return
-        # Else a request would have to evict, all that it needs in one piece.
-        self.mark_dirty(at_once=self._slots_short() > 0)
+            return False
+        is_pressing = self._slots_short() > 0
+        self.mark_dirty(at_once=is_pressing)
+        return is_pressing
 
     def _has_done(self, num_nodes: int) -> bool:
         self._has_done_any |= num_nodes > 0

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from evicbench.policy.runs import COSTS, SLOT_BYTES, load, trace_file
+from evicbench.policy.runs import COSTS, LIMITS, SLOT_BYTES, load, trace_file
 from evicbench.report import Line
 from sglang_evicpress.core import Tier
 from sglang_evicpress.simulator import runs
@@ -20,8 +20,7 @@ RIVALS = ("lru", "slru", "gdsf", "tlru", "hpt", "s3fifo", "sieve")
 MIXES = ((1.0, 4.0, 20.0), (0.5, 2.0, 10.0), (3.0, 10.0, 50.0), (5.0, 0.0, 0.0))
 """GPU, host and SSD in percent of the working set."""
 
-TRACES = {"mooncake": None, "miniswe": None, "weka": 5000}
-"""Requests of each that are replayed, None: all; a quarter of WEKA's sessions."""
+TRACES = ("mooncake", "miniswe", "weka")
 
 LEAST_REQUESTS = 2000  # of a trace that is judged; shorter ones are told
 MOST_MEAN, MOST_ANY = 1.01, 1.03
@@ -79,8 +78,8 @@ def compare(cell: Cell) -> Figures:
     return Figures(cell, cell.mean_ttft("evicpress"), cell.mean_ttft("belady"), by_rival[best], best)
 
 
-def measure(traces: Sequence[str] = tuple(TRACES), limit: int | None = None) -> Iterator[Line]:
-    cells = [Cell(trace, sizes, limit or TRACES[trace]) for trace in traces for sizes in MIXES]
+def measure(traces: Sequence[str] = TRACES, limit: int | None = None) -> Iterator[Line]:
+    cells = [Cell(trace, sizes, limit or LIMITS.get(trace)) for trace in traces for sizes in MIXES]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         found = list(pool.imap(compare, cells))
     for each in found:

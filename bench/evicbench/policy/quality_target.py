@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from evicbench.policy.runs import load, settings_of
+from evicbench.policy.runs import LIMITS, load, settings_of
 from evicbench.report import Line
 from sglang_evicpress.simulator import runs
 from sglang_evicpress.simulator.runs import make_replay
@@ -21,9 +21,6 @@ MIXES = ((1.0, 4.0, 20.0), (0.5, 2.0, 10.0), (3.0, 10.0, 50.0), (5.0, 0.0, 0.0))
 """GPU, host and SSD in percent of the working set."""
 
 ALPHAS = (3.0, 10.0, 20.0, 50.0, 100.0, 300.0, 1000.0, 5000.0)
-LIMITS = {"weka": 5000}
-"""Requests of a trace that are used: a quarter of the sessions of WEKA's."""
-
 SPLICES = (("mooncake", "weka"), ("weka", "mooncake"))
 SPLICED_BLOCK_TOKENS = 64
 CURVE_ERROR = 0.05

@@ -25,6 +25,9 @@ TRACES = {
 }
 """Short name -> (file as its publisher calls it, our own generator where the file is not found)."""
 
+LIMITS = {"weka": 5000}
+"""Requests of a trace that are replayed where not all are: a quarter of the sessions of WEKA's."""
+
 FORMS = tuple(Form(press, kept) for press in ("keydiff", "snapkv", "knorm") for kept in (0.8, 0.6, 0.4, 0.2))
 SLOT_BYTES = 131_072  # Llama-3.1-8B, bf16: 32 layers, 8 KV heads of 128, keys and values
 COSTS = CostSnapshot(

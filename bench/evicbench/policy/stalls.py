@@ -14,9 +14,12 @@ from evicbench.testbed.server import GUESSED, Server, greedy
 
 NUM_NODES = 20_000
 LOAD_S = 180.0
+SETTLE_S = 5.0
+"""Between the bursts of 512 prompts that grow the tree, which leave no room on the GPU, and the load."""
+
 IDLE_S = 6.0
 GPU_TOKENS = 240_000
-HOST_GB = 0.5
+HOST_GB = 0.6
 ONE_LAYER = ("--json-model-override-args", '{"num_hidden_layers": 1}')
 """1,024 bytes a slot: 20,000 nodes fit in less than 1 GB."""
 
@@ -89,6 +92,7 @@ def measure_stalls(num_nodes: int = NUM_NODES, load_s: float = LOAD_S) -> Iterat
     with watched() as watch, Server(*arguments, env=watch.env) as server:
         conversations = Conversations(1)
         reached = grow(server, conversations, num_nodes, time.monotonic() + 3.0 * load_s)
+        time.sleep(SETTLE_S)
         first = watch.num_lines
         served = drive(server, conversations, load_s)
         stats = server.get("/evicpress/stats")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -276,11 +276,15 @@ def rates_at(saturation_rps: float, multiples: Iterable[float]) -> dict[float, f
 
 
 class Profiling(_Settings):
-    """Before the runs, each context is profiled by its first ``questions``, in ``forms`` (separated by commas)."""
+    """Before the runs, each context is profiled by its first ``questions``, in ``forms`` (separated by commas), and
+    what it loses is said by ``scorer``, as ``evicpress profile`` does."""
 
     questions: int = Field(title="a whole number from 1 to 1000", ge=1, le=1000)
     forms: Annotated[str, BeforeValidator(_compressed)] | None = Field(
         None, title="compressed forms such as keydiff@0.5, separated by commas"
+    )
+    scorer: Literal["logprob", "minilm", "f1", "exact", "rouge-l"] = Field(
+        "logprob", title="logprob, minilm, f1, exact or rouge-l"
     )
 
 
@@ -419,6 +423,11 @@ class Config(_Settings):
     def num_training(self) -> int:
         """How many of the first questions about each context are for profiling."""
         return 0 if self.profiles is None else self.profiles.questions
+
+    @property
+    def scorer(self) -> str:
+        """Scorer of the profiles."""
+        return "logprob" if self.profiles is None else self.profiles.scorer
 
     @property
     def fixed_forms(self) -> list[Form]:

@@ -69,7 +69,7 @@ class Profiles:
         return [
             *(sys.executable, "-P", "-c", _CLI, "profile", "--url", url, "--contexts", str(self._training)),
             *("--forms", self._config.forms, "--template", self._config.workload.template, "--resume"),
-            *("--max-new-tokens", str(self._config.workload.max_new_tokens)),
+            *("--max-new-tokens", str(self._config.workload.max_new_tokens), "--scorer", self._config.scorer),
         ]
 
     def _identity(self) -> bytes:
@@ -77,6 +77,7 @@ class Profiles:
         parts = {
             **{name: config.identity()[name] for name in ("model", "server", "env", "policy_flags", "template")},
             "forms": config.forms,
+            "scorer": config.scorer,
             "max_new_tokens": config.workload.max_new_tokens,
             "training": sha256(self._training.read_bytes()).hexdigest(),
             **({"files": dict(config.files_sha256)} if config.files_sha256 else {}),

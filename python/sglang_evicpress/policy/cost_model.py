@@ -65,18 +65,28 @@ class TransferCost:
         return self.fixed_s + num_bytes / self.bytes_per_s
 
 
+START_COPY = TransferCost(1e-3, 4e9)
+"""What copying off the GPU is taken to cost before any was observed."""
+
+
 @dataclass(frozen=True, slots=True)
 class CostSnapshot:
     """All costs at one moment, as a policy reads them.
 
     ``load`` holds, per tier below the GPU, what getting bytes back to the GPU costs; ``decode`` holds, per codec,
     what turning stored bytes back to raw costs on top (over the stored bytes; a codec that is absent costs
-    nothing). Nobody changes the two mappings once they are handed in.
+    nothing). Nobody changes the two mappings once they are handed in. ``copy`` is what a node costs that leaves the
+    GPU while a request waits for its room: the time of the scheduler's thread.
     """
 
     prefill: PrefillCost
     load: Mapping[Tier, TransferCost]
     decode: Mapping[str, TransferCost]
+    copy: TransferCost = START_COPY
+
+    def copy_seconds(self, num_copies: int, num_bytes: float) -> float:
+        """Seconds to copy so many nodes, of ``num_bytes`` together, off the GPU."""
+        return num_copies * self.copy.fixed_s + num_bytes / self.copy.bytes_per_s
 
     def load_seconds(self, tier: Tier, num_bytes: float, codec: str = "raw") -> float:
         """Seconds until ``num_bytes`` stored on ``tier`` are raw KV on the GPU; 0 if they are there.
@@ -133,7 +143,8 @@ class CostModel:
     def __init__(self, start: CostSnapshot) -> None:
         self._prefill = Fit((start.prefill.fixed_s, start.prefill.per_token_s, start.prefill.per_pair_s))
         self._load = {tier: _transfer_fit(cost) for tier, cost in start.load.items()}
-        self._costs = CostSnapshot(start.prefill, dict(start.load), dict(start.decode))
+        self._copy = _transfer_fit(start.copy)
+        self._costs = replace(start, load=dict(start.load), decode=dict(start.decode))
 
     @property
     def costs(self) -> CostSnapshot:
@@ -153,7 +164,18 @@ class CostModel:
             raise ValueError(f"load from tier {_name(tier)} has no starting cost: expected {_names(self._load)}")
         fit.observe((1.0, float(num_bytes)), seconds)
         load = {**self._costs.load, tier: _transfer_cost(fit)}
-        self._costs = CostSnapshot(self._costs.prefill, load, self._costs.decode)
+        self._costs = replace(self._costs, load=load)
+
+    def observe_copy(self, num_copies: int, num_bytes: int, seconds: float) -> None:
+        """So many nodes, of ``num_bytes`` together, were copied off the GPU within ``seconds``.
+
+        Raises ValueError unless all three are above 0.
+        """
+        if not (num_copies > 0 and num_bytes > 0):
+            raise ValueError(f"copies are {num_copies!r} of {num_bytes!r} bytes: expected 1 or more of each")
+        _check_seconds("copy", seconds)
+        self._copy.observe((float(num_copies), float(num_bytes)), seconds)
+        self._costs = replace(self._costs, copy=_transfer_cost(self._copy))
 
     def observe_prefill(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
         """One batch took ``seconds``; ``chunks`` holds (new tokens, prefix length) of each of its requests.
@@ -172,7 +194,7 @@ class CostModel:
         tokens = float(sum(num_tokens for num_tokens, _ in chunks))
         pairs = sum(_pairs(num_tokens, depth_tokens) for num_tokens, depth_tokens in chunks)
         self._prefill.observe((1.0, tokens, pairs), seconds)
-        self._costs = CostSnapshot(PrefillCost(*self._prefill.cost), self._costs.load, self._costs.decode)
+        self._costs = replace(self._costs, prefill=PrefillCost(*self._prefill.cost))
 
 
 _MIN_PER_BYTE_S = 1e-15

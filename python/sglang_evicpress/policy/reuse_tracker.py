@@ -8,13 +8,13 @@ from collections import deque
 
 from sglang_evicpress.policy.reuse import BORDERS_S, NUM_AGES, History, ReuseModel, kind_of
 
-MOST_GROWN = 256
+MOST_GROWN = 32
 """Nodes, at most, that grow older in one call of ``advance``; the others do in the next."""
 
-MOST_LOOKED = 1024
+MOST_LOOKED = 512
 """Entries, at most, of which a call finds out whether they still count."""
 
-MOST_REVISED = 16
+MOST_REVISED = 8
 """Nodes, at most, of which a call reads the rate anew after the model has learned, and ids that it forgets."""
 
 

@@ -46,9 +46,11 @@ class Congestion:
         self._now_s = now_s if self._now_s is None else max(now_s, self._now_s)
 
 
-def bytes_to_copy(decisions: Sequence[Decision], lower_copies_of: Mapping[int, Sequence[LowerCopy]]) -> int:
-    """Bytes of a plan that leave the GPU for a lower tier without a copy of them yet."""
-    return sum(
+def copies_to_make(
+    decisions: Sequence[Decision], lower_copies_of: Mapping[int, Sequence[LowerCopy]]
+) -> tuple[int, int]:
+    """Nodes of a plan that leave the GPU for a lower tier without a copy there yet, and their bytes."""
+    sizes = [
         decision.option.num_bytes
         for decision in decisions
         if decision.source.tier == Tier.GPU
@@ -57,7 +59,8 @@ def bytes_to_copy(decisions: Sequence[Decision], lower_copies_of: Mapping[int, S
             lower_copy.tier == decision.option.tier and lower_copy.form == decision.option.form
             for lower_copy in lower_copies_of.get(decision.node_id, ())
         )
-    )
+    ]
+    return len(sizes), sum(sizes)
 
 
 def is_wasteful(decisions: Sequence[Decision], planner: Planner) -> bool:

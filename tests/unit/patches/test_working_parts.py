@@ -19,7 +19,7 @@ from sglang_evicpress.patches.cache.eviction_log import EvictionLog
 from sglang_evicpress.patches.tiers import weights
 from sglang_evicpress.patches.tiers.admin import TierAdmin
 from sglang_evicpress.patches.tiers.arrival import Arrival
-from sglang_evicpress.patches.tiers.background import BackgroundDemotion
+from sglang_evicpress.patches.tiers.background import MOST_STEPS, BackgroundDemotion
 from sglang_evicpress.patches.tiers.background_clock import BackgroundClock
 from sglang_evicpress.patches.tiers.report import TierReport
 from sglang_evicpress.patches.tiers.rounds import TierRounds
@@ -63,6 +63,7 @@ class Controller:
 def eviction(controller: Controller, **given: object) -> Eviction:
     terms = {
         "costs": lambda: COSTS,
+        "observe_copies": lambda *_: None,
         "bounded": lambda tier, num_bytes: num_bytes,
         "mark_dirty": lambda: None,
         "num_running": lambda: 0,
@@ -227,6 +228,7 @@ def background(
         costs=lambda: COSTS,
         num_slots_needed=lambda: 0,
         mark_dirty=lambda *, at_once=False: None,
+        ranks=Ranks(None),
         slot_bytes=SLOT_BYTES,
     )
     return made, controller
@@ -242,6 +244,21 @@ def test_background_copies_what_is_next_until_there_is_no_room() -> None:
     made, controller = background(world, start_copy, EXACT)
     made.keep_room()
     assert copied == [1, 2] and not controller.asked
+
+
+@pytest.mark.parametrize(("is_alone", "num_steps"), [(True, 1), (False, MOST_STEPS)])
+def test_a_call_that_is_pressed_ends_by_the_clock_or_with_other_ranks_by_its_steps(
+    is_alone: bool, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = background(World(1), lambda *_, **__: True, EXACT)
+    made.ranks, steps = SimpleNamespace(is_alone=is_alone), list[int]()
+    monkeypatch.setattr(made, "_keep_some_room", lambda: steps.append(1) or True)
+    times = iter(range(100))
+    monkeypatch.setattr(
+        "sglang_evicpress.patches.tiers.background.time", SimpleNamespace(perf_counter=lambda: next(times))
+    )
+    made.keep_room()
+    assert len(steps) == num_steps
 
 
 @pytest.mark.parametrize(("has_utility", "tier"), [(True, Tier.SSD), (False, Tier.HOST)])

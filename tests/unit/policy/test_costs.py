@@ -129,6 +129,25 @@ def test_a_hidden_transfer_law_is_found(fixed_s: float, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_hidden_law_of_copies_is_found_from_plans_of_several_nodes(seed: int) -> None:
+    model, rng = CostModel(START), random.Random(seed)
+    for _ in range(60):
+        num_copies, num_bytes = rng.randint(1, 20), rng.choice(SIZES)
+        model.observe_copy(num_copies, num_bytes, (5e-4 * num_copies + num_bytes / 4e8) * (1 + rng.gauss(0, NOISE)))
+    costs = model.costs
+    assert costs.copy_seconds(10, 2**20) == pytest.approx(5e-3 + 2**20 / 4e8, rel=0.15)
+    assert costs.load == START.load and costs.prefill == START.prefill
+
+
+@pytest.mark.parametrize(("num_copies", "num_bytes", "seconds"), [(0, 1, 1.0), (1, 0, 1.0), (1, 1, 0.0)])
+def test_copies_of_nothing_are_named(num_copies: int, num_bytes: int, seconds: float) -> None:
+    model = CostModel(START)
+    with pytest.raises(ValueError, match="cop"):
+        model.observe_copy(num_copies, num_bytes, seconds)
+    assert model.costs == START
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("requests", [1, 6])
 def test_a_hidden_prefill_law_is_found(requests: int, seed: int) -> None:
     rng, model = random.Random(seed), CostModel(START)

@@ -11,7 +11,7 @@ from sglang_evicpress.core import DROP, EXACT, Decision, Form, LowerCopy, Option
 from sglang_evicpress.policy import make_planner
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.wait_cost import Congestion, bytes_to_copy, is_wasteful, seconds_lost
+from sglang_evicpress.policy.wait_cost import Congestion, copies_to_make, is_wasteful, seconds_lost
 
 HALF = Form("keydiff", 0.5)
 COSTS = CostSnapshot(
@@ -52,7 +52,7 @@ def test_only_what_leaves_the_gpu_for_a_copy_that_is_not_there_is_copied() -> No
         4: (LowerCopy(Tier.HOST, EXACT, 70, 1.0),),
         5: (LowerCopy(Tier.SSD, EXACT, 100, 1.0), LowerCopy(Tier.HOST, HALF, 50, 0.9)),
     }
-    assert bytes_to_copy(plan, lower_copies_of) == 100 + 50
+    assert copies_to_make(plan, lower_copies_of) == (2, 100 + 50)
 
 
 @pytest.mark.parametrize(("num_bytes", "is_forced", "wastes"), [(3, True, True), (3, False, False), (400, True, False)])
