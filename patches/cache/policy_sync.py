@@ -32,10 +32,10 @@ MOST_PLANNED = 4
 MOST_PROMOTED = 16
 """Nodes that one plan brings up, each of which may need another plan that makes room for it."""
 
-SWEPT_PER_ROUND = 24
+SWEPT_PER_ROUND = 16
 """Nodes of which a round works out the next step, of some 10 us each. No clock says how many: ranks sweep alike."""
 
-LOOKED_PER_ROUND, TOLD_PER_ROUND = 128, 8
+LOOKED_PER_ROUND, TOLD_PER_ROUND = 64, 4
 """Nodes at which a round looks, and of these such as are shown to the policy again, of some 40 us each."""
 
 

@@ -4,6 +4,7 @@ watermarks, so that evicting normally only frees."""
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
@@ -39,7 +40,7 @@ SSD_LOW_SHARE, SSD_HIGH_SHARE = 1 / 32, 1 / 16  # the same of the SSD tier
 MOST_NODES = 2
 """Nodes that a step moves or begins to copy."""
 
-MOST_STEPS, MOST_S = 8, 1.2e-3
+MOST_STEPS, MOST_S = 6, 0.9e-3
 """Steps of a call where requests would have to evict else, and the time after which it leaves the rest to the next one;
 with other ranks, which no clock holds together, the steps alone count."""
 
@@ -89,6 +90,7 @@ class BackgroundDemotion:
 
     def __post_init__(self) -> None:
         self._planned: Sequence[int] = ()  # self.nodes that the last look ahead would have leave the GPU
+        self._ahead = deque[Decision]()  # of these, those that were not looked at yet
         self._todo: list[Callable[[], int]] = []
         self._is_gpus_turn = False
         self._has_done_any = False  # since the work was listed
@@ -145,15 +147,20 @@ class BackgroundDemotion:
         )
         ahead = min(ahead - allocator.available_size(), self.ledger.evictable)
         if ahead <= 0:
+            self._ahead.clear()
             self._plan_to_leave([])
             return 0
-        decisions, num_begun = self._plan_ahead(Tier.GPU, ahead * slot_bytes, LOOKED_AHEAD), 0
-        self._plan_to_leave([one.node_id for one in decisions if one.option.tier in (Tier.HOST, Tier.SSD)])
-        for decision in decisions:
+        if not self._ahead:
+            self._ahead.extend(self._plan_ahead(Tier.GPU, ahead * slot_bytes, LOOKED_AHEAD))
+            self._plan_to_leave([one.node_id for one in self._ahead if one.option.tier in (Tier.HOST, Tier.SSD)])
+        num_begun = 0
+        while self._ahead:
+            decision = self._ahead.popleft()
             node = self.nodes.get(decision.node_id)  # None: it had to make room on the host
             if node is None or node.value is None or node.kv.job is not None:
                 continue
             if not self._prepare(node, decision.option):
+                self._ahead.clear()
                 break
             num_begun += node.kv.job is not None
             if num_begun >= MOST_NODES:

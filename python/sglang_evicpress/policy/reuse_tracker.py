@@ -14,7 +14,7 @@ MOST_GROWN = 32
 MOST_LOOKED = 512
 """Entries, at most, of which a call finds out whether they still count."""
 
-MOST_REVISED = 8
+MOST_REVISED = 4
 """Nodes, at most, of which a call reads the rate anew after the model has learned, and ids that it forgets."""
 
 
