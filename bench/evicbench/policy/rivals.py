@@ -32,7 +32,7 @@ MIXES = (
 )
 """GPU, host and SSD in percent of the working set."""
 
-ALPHAS = {"mooncake": (1.46, 1.47, 1.48), "miniswe": (1.0, 1.3), "weka": (270.0, 300.0)}
+ALPHAS = {"mooncake": (1.475, 1.5, 1.55), "miniswe": (1.0, 1.3), "weka": (300.0, 340.0)}
 """Tried first, in seconds; where neither keeps the quality, four times as much, and so on. An agent's context takes a
 minute to prefill where a chat's takes a second: so much more is full quality worth to it."""
 
