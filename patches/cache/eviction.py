@@ -19,6 +19,9 @@ from sglang_evicpress.policy.wait_cost import copies_to_make, is_wasteful, secon
 
 MOST_ROUNDS = 4
 
+EXPLORED = 16
+"""Of plans that copying is too dear for, each so many copies all the same: else a cost learned too high would stay."""
+
 
 @dataclass(eq=False, repr=False)
 class Eviction:
@@ -46,6 +49,9 @@ class Eviction:
     return_aside: Callable[[], bool]
     slot_bytes: int
     has_tiers: bool
+
+    def __post_init__(self) -> None:
+        self._num_too_dear = 0
 
     def evict(self, needed: int) -> int:
         """Free ``needed`` slots, however many are free: all that unlocked nodes hold if those are fewer, and at least
@@ -138,7 +144,8 @@ class Eviction:
         if not num_copies and not wastes:
             return controller.execute(patient, at_once=True)
         urgent = planner.plan(Tier.GPU, needed * slot_bytes, lower_copies_of=lower_copies_of)
-        copy_s = costs.copy_seconds(num_copies, num_bytes)
+        # On a device a copy is only queued, and the next pass waits behind it for as long as a load takes.
+        copy_s = max(costs.copy_seconds(num_copies, num_bytes), costs.load_seconds(Tier.HOST, num_bytes))
         lost_s, lost_without_copies_s = (
             seconds_lost(plan, planner, costs, controller.value_of_hit) for plan in (patient, urgent)
         )
@@ -150,6 +157,9 @@ class Eviction:
             is_urgent = is_urgent and wastes
         elif wastes:
             is_urgent = True
+        if is_urgent and num_copies and not wastes and lost_s < lost_without_copies_s:
+            self._num_too_dear += 1
+            is_urgent = self._num_too_dear % EXPLORED > 0
         begin = time.perf_counter()
         freed = controller.execute(urgent) if is_urgent else self._copy(patient)
         self.log.add(

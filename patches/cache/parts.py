@@ -216,6 +216,7 @@ class Parts:
             costs=lambda: tree.terms.costs,
             num_slots_needed=lambda: tiers.prefetches.num_slots_needed,
             mark_dirty=tree.background_clock.mark_dirty,
+            spent_s=tree.background_clock.spent_s,
             ranks=tree.ranks,
             slot_bytes=slot_bytes,
         )
@@ -294,6 +295,7 @@ class Parts:
 
     def begin_round(self, *, delays_token: bool) -> None:
         """Some of what is to be done at many nodes; where a first token waits for this round, in a later one."""
+        self.tree.background_clock.begin_round()
         self._num_put_off = self._num_put_off + 1 if delays_token else 0
         if self._num_put_off % MOST_PUT_OFF == 0:
             self.round_begun()

@@ -32,10 +32,10 @@ MOST_PLANNED = 4
 MOST_PROMOTED = 16
 """Nodes that one plan brings up, each of which may need another plan that makes room for it."""
 
-SWEPT_PER_ROUND = 16
+SWEPT_PER_ROUND = 32
 """Nodes of which a round works out the next step, of some 10 us each. No clock says how many: ranks sweep alike."""
 
-LOOKED_PER_ROUND, TOLD_PER_ROUND = 64, 4
+LOOKED_PER_ROUND, TOLD_PER_ROUND = 128, 8
 """Nodes at which a round looks, and of these such as are shown to the policy again, of some 40 us each."""
 
 
@@ -138,7 +138,8 @@ class PolicySync:
         self.tenant_plans.rebuild()
         self._tells_all |= forms_changed
         self._tells_profiled |= of_profiled
-        self._unseen = list(self.nodes)
+        rest = set(self._unseen)  # of the change before: else the oldest nodes would never be told, being the last
+        self._unseen = [node_id for node_id in self.nodes if node_id not in rest] + self._unseen
         if len(self._unseen) <= SMALL:
             self._look(SMALL, SMALL)
 
@@ -148,7 +149,7 @@ class PolicySync:
         self.tenant_plans.advance(SWEPT_PER_ROUND)
         if self._unseen:
             self._look(LOOKED_PER_ROUND, TOLD_PER_ROUND)
-        elif self.planner.advance(SWEPT_PER_ROUND) and not self.planner.index.is_sweeping:
+        if self.planner.advance(SWEPT_PER_ROUND) and not self.planner.index.is_sweeping:
             self.mark_dirty()
 
     def finish(self) -> None:

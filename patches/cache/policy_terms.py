@@ -23,8 +23,9 @@ AWAY = TransferCost(1e6, 1.0)
 
 FAR = 1.0  # twice or half of it: looked at ten times as soon
 DRIFT = 0.1  # of a predicted duration: costs that differ less are not worth another look at every node
-COPIES_SEEN, COPIES_PER_LOOK = 16, 8
-"""Evictions that copied: of those after the first ones, each of so many is learned from."""
+COPIES_WARM, COPIES_SEEN, COPIES_PER_LOOK = 2, 16, 8
+"""Evictions that copied: the first are slower than others, and of the many after the next each of so many is learned
+from."""
 
 REFRESH_S = 10.0  # nor is it more often than this,
 REFRESH_S_PER_NODE = 1e-3  # or than takes a hundredth of the time: each node costs some 10 us
@@ -77,6 +78,8 @@ class PolicyTerms:
     def observe_copies(self, num_copies: int, num_bytes: int, seconds: float) -> None:
         """An eviction copied so many nodes to the host, of ``num_bytes`` together."""
         self._num_copies_seen += 1
+        if self._num_copies_seen <= COPIES_WARM:
+            return
         if self._num_copies_seen <= COPIES_SEEN or self._num_copies_seen % COPIES_PER_LOOK == 0:
             self.cost_model.observe_copy(num_copies, num_bytes, seconds)
 

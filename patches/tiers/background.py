@@ -3,7 +3,6 @@ watermarks, so that evicting normally only frees."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -40,9 +39,9 @@ SSD_LOW_SHARE, SSD_HIGH_SHARE = 1 / 32, 1 / 16  # the same of the SSD tier
 MOST_NODES = 2
 """Nodes that a step moves or begins to copy."""
 
-MOST_STEPS, MOST_S = 6, 0.9e-3
-"""Steps of a call where requests would have to evict else, and the time after which it leaves the rest to the next one;
-with other ranks, which no clock holds together, the steps alone count."""
+MOST_STEPS, MOST_S = 6, 1.2e-3
+"""Steps of a call where requests would have to evict else, and the time of a round after which it leaves the rest to
+the next one; with other ranks, which no clock holds together, the steps alone count."""
 
 LOOKED_AHEAD = 8
 """Nodes of which each step finds out what they are to be soon: more than are taken before the next one."""
@@ -65,8 +64,8 @@ class SsdRoom(Protocol):
 
 @dataclass(eq=False, repr=False)
 class BackgroundDemotion:
-    """Keeps room free on every tier. ``num_slots_needed``: what the next requests will take; ``mark_dirty``: there is
-    more to be done."""
+    """Keeps room free on every tier. ``num_slots_needed``: what the next requests will take; ``spent_s``: since this
+    round began; ``mark_dirty``: there is more to be done."""
 
     nodes: Mapping[int, Node]
     allocator: Allocator
@@ -85,6 +84,7 @@ class BackgroundDemotion:
     costs: Callable[[], CostSnapshot]
     num_slots_needed: Callable[[], int]
     mark_dirty: Marking
+    spent_s: Callable[[], float]
     ranks: Ranks
     slot_bytes: int
 
@@ -98,14 +98,16 @@ class BackgroundDemotion:
     def keep_room(self) -> None:
         """Make room that is short on any tier, and copy below what is next. A step does one of these, for a few nodes:
         every other one for the GPU, where requests wait for it. What few steps do not do is left to the next call."""
-        begin_s = time.perf_counter()
+        is_pressing: bool | None = None
         for _ in range(MOST_STEPS):
             is_pressing = self._keep_some_room()
-            if not is_pressing or (self.ranks.is_alone and time.perf_counter() - begin_s > MOST_S):
+            if not is_pressing or (self.ranks.is_alone and self.spent_s() > MOST_S):
                 break
+        if is_pressing is not None:
+            self.mark_dirty(at_once=is_pressing)
 
-    def _keep_some_room(self) -> bool:
-        """True if a request would have to evict, all that it needs in one piece."""
+    def _keep_some_room(self) -> bool | None:
+        """True if a request would have to evict, all that it needs in one piece; None if there is nothing to do."""
         self._is_gpus_turn = not self._is_gpus_turn
         num_released = self._keep_gpu_room() if self._is_gpus_turn else 0
         if not num_released:
@@ -116,10 +118,8 @@ class BackgroundDemotion:
             while self._todo and not self._has_done(self._todo.pop()()):
                 pass
         if self._is_gpus_turn and not num_released and not self._todo and not self._has_done_any:
-            return False
-        is_pressing = self._slots_short() > 0
-        self.mark_dirty(at_once=is_pressing)
-        return is_pressing
+            return None
+        return self._slots_short() > 0
 
     def _has_done(self, num_nodes: int) -> bool:
         self._has_done_any |= num_nodes > 0
@@ -150,9 +150,16 @@ class BackgroundDemotion:
             self._ahead.clear()
             self._plan_to_leave([])
             return 0
-        if not self._ahead:
-            self._ahead.extend(self._plan_ahead(Tier.GPU, ahead * slot_bytes, LOOKED_AHEAD))
-            self._plan_to_leave([one.node_id for one in self._ahead if one.option.tier in (Tier.HOST, Tier.SSD)])
+        num_begun = self._prepare_ahead()
+        if num_begun:
+            self._plan_to_leave(self._planned)  # copies that came meanwhile are kept as well
+            return num_begun
+        self._ahead.extend(self._plan_ahead(Tier.GPU, ahead * slot_bytes, LOOKED_AHEAD))
+        self._plan_to_leave([one.node_id for one in self._ahead if one.option.tier in (Tier.HOST, Tier.SSD)])
+        return self._prepare_ahead()
+
+    def _prepare_ahead(self) -> int:
+        """Begin with the next nodes that are to leave the GPU; returns how many copies were begun."""
         num_begun = 0
         while self._ahead:
             decision = self._ahead.popleft()
@@ -170,6 +177,9 @@ class BackgroundDemotion:
     def _release(self, tier: Tier, num_bytes: int) -> int:
         plan, former = self._plan_ahead(tier, num_bytes, MOST_NODES), self.controller.num_moves
         self.controller.execute(plan, occasion=AHEAD)
+        if plan and self.controller.num_moves == former:  # the first ones cannot move: others may
+            plan = self._plan_ahead(tier, num_bytes, LOOKED_AHEAD)
+            self.controller.execute(plan, occasion=AHEAD)
         is_in_vain = self.controller.num_moves == former and any(one.option.tier == Tier.SSD for one in plan)
         if is_in_vain and tier == Tier.HOST and self.room.wanted_bytes and not self.ssd.may_write:
             # It was planned as if the SSD took it all, so that nothing there is dropped for what will not come.
@@ -185,7 +195,7 @@ class BackgroundDemotion:
     def _plan_ahead(self, tier: Tier, num_bytes: int, num_nodes: int) -> Sequence[Decision]:
         return self.controller.planner.plan(tier, num_bytes, self.room.room(), most_nodes=num_nodes)
 
-    def _plan_to_leave(self, node_ids: list[int]) -> None:
+    def _plan_to_leave(self, node_ids: Sequence[int]) -> None:
         """These are to leave the GPU soon, the first first; what they have on the host is given up last."""
         self._planned = node_ids
         self.placement.plan_to_leave(node_ids)
@@ -236,7 +246,8 @@ class BackgroundDemotion:
             lacking = max(self.room.wanted_bytes - host.free_bytes, self.room.wanted_bytes // 4)
             wanted = max(int(HOST_HIGH_SHARE * host.num_bytes) - free, lacking)
             num_nodes = self._release(Tier.HOST, wanted)
-        self.room.end_plan()
+        if not num_nodes or host.free_bytes >= self.room.wanted_bytes:
+            self.room.end_plan()
         return num_nodes
 
     def _look_ahead_on_host(self) -> int:
@@ -252,10 +263,10 @@ class BackgroundDemotion:
             node = self.nodes.get(decision.node_id)
             if node is None or not self.names.may_reach_ssd(node):
                 continue  # it had to make room on the SSD, or never goes there
-            is_move = decision.option.tier == Tier.SSD and node.value is None
+            is_move = decision.option.tier == Tier.SSD and node.value is None and node.kv.job is None
             if is_move and not self._prepare_on_ssd(node, decision.option):
                 break
-            num_begun += node.kv.job is not None
+            num_begun += is_move and node.kv.job is not None
             if num_begun >= MOST_NODES:
                 break
         return num_begun
@@ -278,8 +289,8 @@ class BackgroundDemotion:
 
     def _prepared_bytes(self) -> int:
         """Bytes of host copies whose nodes are to leave the GPU soon."""
-        copies = (node.kv.copies.get(Tier.HOST) for node_id in self._planned if (node := self.nodes.get(node_id)))
-        return sum(copy.num_bytes for copy in copies if copy is not None)
+        nodes = (node for node_id in self._planned if (node := self.nodes.get(node_id)) and node.value is not None)
+        return sum(copy.num_bytes for node in nodes if (copy := node.kv.copies.get(Tier.HOST)) is not None)
 
     def _lacks_exact(self, node: Node) -> bool:
         """True if a node that is about to become lossy should have its exact KV on the SSD first: it is had sooner from

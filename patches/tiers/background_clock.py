@@ -18,6 +18,15 @@ class BackgroundClock:
         self.busy_s = 0.0
         self._next_plan_s = 0.0
         self._is_urgent = False
+        self._round_s = 0.0
+
+    def begin_round(self) -> None:
+        """Work between two batches begins, of this and of others."""
+        self._round_s = time.perf_counter()
+
+    def spent_s(self) -> float:
+        """Seconds since the round began."""
+        return time.perf_counter() - self._round_s
 
     def mark_dirty(self, *, at_once: bool = False) -> None:
         """Something has changed; ``at_once``: somebody waits for room."""

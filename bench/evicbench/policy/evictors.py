@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from evicbench.policy.runs import COSTS, LIMITS, SLOT_BYTES, load, trace_file
+from evicbench.policy.runs import COSTS, LIMITS, SLOT_BYTES, in_processes, load, trace_file
 from evicbench.report import Line
 from sglang_evicpress.core import Tier
 from sglang_evicpress.simulator import runs
@@ -80,8 +78,7 @@ def compare(cell: Cell) -> Figures:
 
 def measure(traces: Sequence[str] = TRACES, limit: int | None = None) -> Iterator[Line]:
     cells = [Cell(trace, sizes, limit or LIMITS.get(trace)) for trace in traces for sizes in MIXES]
-    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        found = list(pool.imap(compare, cells))
+    found = list(in_processes(compare, cells))
     for each in found:
         mix, closed = "/".join(f"{size:g}" for size in each.cell.sizes), each.closed
         print(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from evicbench.policy.optimum import optimum
+from evicbench.policy.runs import in_processes
 from evicbench.policy.snapshots import FAMILIES, LARGE, SMALL, Family, Snapshot, snapshot
 from evicbench.report import Line
 from sglang_evicpress.core import Decision, Tier
@@ -79,8 +78,11 @@ def score(seed: int, family: Family, num_nodes: tuple[int, int]) -> Score:
 
 
 def score_all(jobs: Sequence[tuple[int, Family, tuple[int, int]]], processes: int | None) -> list[Score]:
-    with multiprocessing.get_context("fork").Pool(processes or os.cpu_count()) as pool:
-        return pool.starmap(score, jobs, chunksize=1)
+    return list(in_processes(_score_job, jobs, processes))
+
+
+def _score_job(job: tuple[int, Family, tuple[int, int]]) -> Score:
+    return score(*job)
 
 
 def spread(values: Sequence[float]) -> str:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-import multiprocessing
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from evicbench.policy.runs import LIMITS, load, settings_of
+from evicbench.policy.runs import LIMITS, in_processes, load, settings_of
 from evicbench.report import Line
 from sglang_evicpress.simulator import runs
 from sglang_evicpress.simulator.runs import make_replay
@@ -122,8 +120,7 @@ def targets(
 ) -> Iterator[Line]:
     """Each target on each cell, a size mix under one error of the curves, against the fixed alphas of that cell."""
     cells = [Trial(traces, sizes, curve_error=error, limit=limit) for sizes in mixes for error in errors]
-    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        results = [result for results in pool.imap(judge_cell, cells) for result in results]
+    results = [result for results in in_processes(judge_cell, cells) for result in results]
     ratios, shorts = list[float](), list[float]()
     num_unreached = 0
     for result in (result for result in results if result.trial.quality is not None):

@@ -6,9 +6,11 @@ import functools
 import multiprocessing
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from evicbench.paths import ROOT
 from sglang_evicpress.core import Form, Tier
@@ -17,6 +19,8 @@ from sglang_evicpress.simulator import runs
 from sglang_evicpress.simulator.replay import Machine
 from sglang_evicpress.simulator.runs import Recompute, Settings, make_replay
 from sglang_evicpress.traces import Trace, read_trace
+
+T, R = TypeVar("T"), TypeVar("R")
 
 TRACES = {
     "mooncake": ("conversation_first30min.jsonl.zst", "synthetic:chat"),
@@ -113,7 +117,13 @@ def replay(run: Run) -> Result:
     )
 
 
+def in_processes(call: Callable[[T], R], items: Iterable[T], processes: int | None = None) -> Iterator[R]:
+    """What the call gives for each item, in order, by as many processes as there are cores. RuntimeError where one of
+    them dies: ``multiprocessing.Pool`` would wait for it for ever."""
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(call, items)
+
+
 def replay_all(wanted: Sequence[Run], processes: int | None = None) -> Iterator[Result]:
     """The results in order, by as many processes as there are cores."""
-    with multiprocessing.get_context("fork").Pool(processes or os.cpu_count()) as pool:
-        yield from pool.imap(replay, wanted)
+    return in_processes(replay, wanted, processes)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -24,6 +24,7 @@ from pydantic import (
 from sglang_evicpress.benchmark.arrivals import read_trace
 from sglang_evicpress.core import CODECS, EXACT, PRESSES, Form
 from sglang_evicpress.files import read_text
+from sglang_evicpress.profiler.scorers import SCORERS, get_scorer
 from sglang_evicpress.search.form_budgets import beside, budget_path, name_budgets
 from sglang_evicpress.validation import fields_of, sentence
 
@@ -275,6 +276,14 @@ def rates_at(saturation_rps: float, multiples: Iterable[float]) -> dict[float, f
     return {float(f"{multiple * saturation_rps:.3g}"): multiple for multiple in multiples}
 
 
+DEFAULT_SCORER = "logprob"
+
+
+def _scorer(name: str) -> str:
+    get_scorer(name)  # its package is there
+    return name
+
+
 class Profiling(_Settings):
     """Before the runs, each context is profiled by its first ``questions``, in ``forms`` (separated by commas), and
     what it loses is said by ``scorer``, as ``evicpress profile`` does."""
@@ -283,9 +292,7 @@ class Profiling(_Settings):
     forms: Annotated[str, BeforeValidator(_compressed)] | None = Field(
         None, title="compressed forms such as keydiff@0.5, separated by commas"
     )
-    scorer: Literal["logprob", "minilm", "f1", "exact", "rouge-l"] = Field(
-        "logprob", title="logprob, minilm, f1, exact or rouge-l"
-    )
+    scorer: Annotated[str, AfterValidator(_scorer)] = Field(DEFAULT_SCORER, title=f"one of {', '.join(SCORERS)}")
 
 
 class Workload(_Settings):
@@ -427,7 +434,7 @@ class Config(_Settings):
     @property
     def scorer(self) -> str:
         """Scorer of the profiles."""
-        return "logprob" if self.profiles is None else self.profiles.scorer
+        return DEFAULT_SCORER if self.profiles is None else self.profiles.scorer
 
     @property
     def fixed_forms(self) -> list[Form]:
@@ -451,6 +458,8 @@ class Config(_Settings):
         """The part of ``record`` that two benchmarks share whose runs may lie in one folder: all but which systems run
         and how often; with the content of the files that it names, where it names any."""
         kept = {name: value for name, value in self.record().items() if name not in _WHICH_RUNS}
+        if self.scorer == DEFAULT_SCORER and self.profiles is not None:
+            kept["profiles"].pop("scorer")  # as in folders of before there were others
         files = {**self.workload.files_sha256, **self.files_sha256}
         return {**kept, "forms": self.forms, **({"files_sha256": files} if files else {})}
 

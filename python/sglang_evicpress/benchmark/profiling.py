@@ -11,7 +11,7 @@ from pathlib import Path
 
 import orjson
 
-from sglang_evicpress.benchmark.config import Config
+from sglang_evicpress.benchmark.config import DEFAULT_SCORER, Config
 from sglang_evicpress.benchmark.contexts import Context
 from sglang_evicpress.benchmark.interrupts import uninterrupted
 from sglang_evicpress.benchmark.run_dir import RunDir
@@ -77,9 +77,9 @@ class Profiles:
         parts = {
             **{name: config.identity()[name] for name in ("model", "server", "env", "policy_flags", "template")},
             "forms": config.forms,
-            "scorer": config.scorer,
             "max_new_tokens": config.workload.max_new_tokens,
             "training": sha256(self._training.read_bytes()).hexdigest(),
+            **({"scorer": config.scorer} if config.scorer != DEFAULT_SCORER else {}),
             **({"files": dict(config.files_sha256)} if config.files_sha256 else {}),
         }
         return orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)

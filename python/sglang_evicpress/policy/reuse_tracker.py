@@ -14,8 +14,9 @@ MOST_GROWN = 32
 MOST_LOOKED = 512
 """Entries, at most, of which a call finds out whether they still count."""
 
-MOST_REVISED = 4
-"""Nodes, at most, of which a call reads the rate anew after the model has learned, and ids that it forgets."""
+MOST_REVISED, MOST_FORGOTTEN = 4, 64
+"""Nodes, at most, of which a call reads the rate anew after the model has learned, and ids at which it looks for that:
+those of nodes that are gone are forgotten."""
 
 
 class ReuseTracker:
@@ -33,6 +34,7 @@ class ReuseTracker:
         self._ring: deque[int] = deque()
         self._num_to_revise = 0
         self._has_to_learn = False
+        self._now_s = 0.0
 
     def __len__(self) -> int:
         return len(self._histories)
@@ -50,11 +52,15 @@ class ReuseTracker:
 
     def split(self, upper_id: int, lower_id: int) -> None:
         """A new upper node takes the first tokens of a lower one: both have been used alike."""
-        self._take(upper_id, self.model.copy(self._histories[lower_id]))
+        history = self._histories[lower_id]
+        self._grow(history)
+        self._take(upper_id, self.model.copy(history))
 
     def use(self, node_id: int, now_s: float) -> None:
         """A request uses the node."""
+        self._now_s = max(self._now_s, now_s)
         history = self._histories[node_id]
+        self._grow(history)  # its turn may not have come: it would count as used sooner than it was
         self._has_to_learn |= self.model.use(history, now_s)
         self._schedule(node_id, history)
 
@@ -64,7 +70,9 @@ class ReuseTracker:
 
     def remove(self, node_id: int) -> None:
         """The node is gone."""
-        self.model.end(self._histories.pop(node_id))
+        history = self._histories.pop(node_id)
+        self._grow(history)
+        self.model.end(history)
 
     def clear(self) -> None:
         """All nodes are gone; what was learned stays."""
@@ -87,6 +95,7 @@ class ReuseTracker:
     def advance(self, now_s: float) -> list[int]:
         """Let nodes grow older; returns those whose rate may have changed, each once, a bounded number."""
         has_to_forget = len(self._ring) > len(self._histories) + MOST_REVISED
+        self._now_s = max(self._now_s, now_s)
         is_due = bool(self._due) and self._due[0][0] <= now_s
         if not (is_due or self._has_to_learn or self._num_to_revise or has_to_forget):
             return []
@@ -97,22 +106,30 @@ class ReuseTracker:
             _, entry, node_id = heapq.heappop(self._due)
             history = self._histories.get(node_id)
             if history is not None and history.entry == entry:
-                while history.age + 1 < NUM_AGES and history.last_use_s + BORDERS_S[history.age + 1] <= now_s:
-                    self.model.grow(history)
+                self._grow(history)
                 self._schedule(node_id, history)
                 changed[node_id] = None
         if self._has_to_learn:
             self._has_to_learn = False
             self.model.learn()
             self._num_to_revise = len(self._ring)
-        for _ in range(min(MOST_REVISED, len(self._ring)) if self._num_to_revise or has_to_forget else 0):
+        num_revised = 0
+        for _ in range(min(MOST_FORGOTTEN, len(self._ring)) if self._num_to_revise or has_to_forget else 0):
+            if num_revised == MOST_REVISED:
+                break
             node_id = self._ring.popleft()
             if node_id in self._histories:
+                num_revised += 1
                 self._ring.append(node_id)
                 if self._num_to_revise:
                     changed[node_id] = None
             self._num_to_revise = max(0, self._num_to_revise - 1)
         return list(changed)
+
+    def _grow(self, history: History) -> None:
+        """Count the node at every age that it has reached by now."""
+        while history.age + 1 < NUM_AGES and history.last_use_s + BORDERS_S[history.age + 1] <= self._now_s:
+            self.model.grow(history)
 
     def _take(self, node_id: int, history: History) -> None:
         self._histories[node_id] = history

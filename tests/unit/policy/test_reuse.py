@@ -112,6 +112,39 @@ def test_pieces_of_a_split_node_have_been_used_alike_and_go_on_alone() -> None:
     assert tracker.advance(100.0) == [2] and len(tracker) == 1
 
 
+def test_ages_are_learned_alike_where_calls_lag_behind() -> None:
+    prompt, late = ReuseTracker(), ReuseTracker()
+    for tracker in (prompt, late):
+        for node in range(40):
+            tracker.add(node, 0.0, 100, 0)
+    for step in range(1, 600):
+        while prompt.is_behind(step / 10):
+            prompt.advance(step / 10)
+    for tracker in (prompt, late):
+        for node in range(20):
+            tracker.use(node, 60.0)
+        tracker.split(50, 30)
+        tracker.remove(31)
+    assert (prompt.model._uses == late.model._uses).all() and prompt.model._uses.sum() == 20
+    for tracker in (prompt, late):
+        while tracker.is_behind(60.0):
+            tracker.advance(60.0)
+        tracker.model.learn()
+    assert (prompt.model._halves == late.model._halves).all()
+    assert [prompt.rate(node) for node in range(31)] == [late.rate(node) for node in range(31)]
+
+
+def test_ids_of_nodes_that_are_gone_do_not_pile_up() -> None:
+    tracker = ReuseTracker()
+    for node in range(2000):
+        tracker.add(node, 0.0, 100, 0)
+        if node >= 100:
+            tracker.remove(node - 100)
+        if node % 10 == 0:
+            tracker.advance(0.0)
+    assert len(tracker._ring) < 4 * len(tracker)
+
+
 def test_a_call_does_a_bounded_number_of_nodes_and_the_next_goes_on() -> None:
     tracker = ReuseTracker()
     for node in range(3 * MOST_GROWN):
