@@ -211,8 +211,9 @@ class BackgroundDemotion:
             return True  # it is dropped when it has to go
         if tier == Tier.SSD and not self.ssd.may_write:
             tier = Tier.HOST  # from where it goes on when it can
-        if (form is None or form.decoded != kv.form) and self._lacks_exact(node):
-            return self.backup.start_copy(node, Tier.SSD, keeps_planned=True)
+        is_to_lose = form is None or form.decoded != kv.form
+        if is_to_lose and self._lacks_exact(node) and self.backup.start_copy(node, Tier.SSD, keeps_planned=True):
+            return True  # else there is no room for all of it: what it is to become may fit
         if tier is None or tier == Tier.GPU or (tier == Tier.SSD and not self.names.may_reach_ssd(node)):
             return True
         copy = kv.copies.get(tier)

@@ -33,10 +33,10 @@ MIXES = (
 """GPU, host and SSD in percent of the working set."""
 
 ALPHAS = {"mooncake": (1.475, 1.5, 1.55), "miniswe": (1.0, 1.3), "weka": (300.0, 340.0)}
-"""Tried first, in seconds; where neither keeps the quality, four times as much, and so on. An agent's context takes a
+"""Tried first, in seconds; where none keeps the quality, ``STEP`` times as much, and so on. An agent's context takes a
 minute to prefill where a chat's takes a second: so much more is full quality worth to it."""
 
-MAX_TRIES = 4
+MAX_TRIES, STEP = 4, 8.0
 
 FIXED = ("keydiff@0.95", "keydiff@0.9", "snapkv@0.95", "snapkv@0.9", "knorm@0.9")
 SHORT = 3000
@@ -54,7 +54,7 @@ def quickest(runs: Sequence[Run]) -> tuple[list[Result], Result]:
         good = [result for result in tried if result.quality_of_hits >= QUALITY]
         if good:
             return tried, min(good, key=lambda result: result.ttft_s)
-        runs = [replace(run, alpha=4.0 * run.alpha) for run in runs]
+        runs = [replace(run, alpha=STEP * run.alpha) for run in runs]
     return tried, max(tried, key=lambda result: result.quality_of_hits)
 
 
