@@ -135,7 +135,7 @@ def mixes(trace: str) -> Iterator[Line]:
         best = min((results[run] for run in runs if run.sizes == sizes), key=lambda result: result.ttft_s)
         own = results[mine]
         if own.quality_of_hits < QUALITY:
-            _, own = quickest([replace(mine, alpha=3.0 * mine.alpha)])
+            _, own = quickest([replace(mine, alpha=factor * mine.alpha) for factor in (STEP, STEP**3)])
         excess = own.ttft_s / best.ttft_s - 1.0
         worst = max(worst, excess)
         if excess > 0.02 or own.quality_of_hits < QUALITY:
