@@ -43,6 +43,9 @@ MOST_STEPS, MOST_S = 6, 1.2e-3
 """Steps of a call where requests would have to evict else, and the time of a round after which it leaves the rest to
 the next one; with other ranks, which no clock holds together, the steps alone count."""
 
+HOST_STEPS = 4
+"""Steps after which whoever found no room on the host may ask again, or give up."""
+
 LOOKED_AHEAD = 8
 """Nodes of which each step finds out what they are to be soon: more than are taken before the next one."""
 
@@ -93,6 +96,7 @@ class BackgroundDemotion:
         self._ahead = deque[Decision]()  # of these, those that were not looked at yet
         self._todo: list[Callable[[], int]] = []
         self._is_gpus_turn = False
+        self._num_host_steps = 0  # of the present plan for the host
         self._has_done_any = False  # since the work was listed
 
     def keep_room(self) -> None:
@@ -247,7 +251,10 @@ class BackgroundDemotion:
             lacking = max(self.room.wanted_bytes - host.free_bytes, self.room.wanted_bytes // 4)
             wanted = max(int(HOST_HIGH_SHARE * host.num_bytes) - free, lacking)
             num_nodes = self._release(Tier.HOST, wanted)
-        if not num_nodes or host.free_bytes >= self.room.wanted_bytes:
+        self._num_host_steps += 1
+        is_enough = host.free_bytes >= self.room.wanted_bytes
+        if not num_nodes or is_enough or self._num_host_steps >= HOST_STEPS:
+            self._num_host_steps = 0
             self.room.end_plan()
         return num_nodes
 

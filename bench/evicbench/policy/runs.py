@@ -118,7 +118,7 @@ def replay(run: Run) -> Result:
 
 
 def in_processes(call: Callable[[T], R], items: Iterable[T], processes: int | None = None) -> Iterator[R]:
-    """What the call gives for each item, in order, by as many processes as there are cores. RuntimeError where one of
+    """Results of the call for each item, in order, by as many processes as there are cores. RuntimeError where one of
     them dies: ``multiprocessing.Pool`` would wait for it for ever."""
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
         yield from pool.map(call, items)

@@ -280,8 +280,7 @@ DEFAULT_SCORER = "logprob"
 
 
 def _scorer(name: str) -> str:
-    get_scorer(name)  # its package is there
-    return name
+    return get_scorer(name).name  # its package is there
 
 
 class Profiling(_Settings):
@@ -458,8 +457,8 @@ class Config(_Settings):
         """The part of ``record`` that two benchmarks share whose runs may lie in one folder: all but which systems run
         and how often; with the content of the files that it names, where it names any."""
         kept = {name: value for name, value in self.record().items() if name not in _WHICH_RUNS}
-        if self.scorer == DEFAULT_SCORER and self.profiles is not None:
-            kept["profiles"].pop("scorer")  # as in folders of before there were others
+        if self.profiles is not None and self.scorer == DEFAULT_SCORER:  # as before there were others
+            del kept["profiles"]["scorer"]
         files = {**self.workload.files_sha256, **self.files_sha256}
         return {**kept, "forms": self.forms, **({"files_sha256": files} if files else {})}
 

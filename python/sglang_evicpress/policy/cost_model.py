@@ -66,7 +66,7 @@ class TransferCost:
 
 
 START_COPY = TransferCost(1e-3, 4e9)
-"""What copying off the GPU is taken to cost before any was observed."""
+"""Cost of copying off the GPU before any was observed."""
 
 
 @dataclass(frozen=True, slots=True)
