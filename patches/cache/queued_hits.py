@@ -23,7 +23,6 @@ MAX_NODES = 256
 QUEUED_RATE = 1.0
 """Uses per second that a waiting request is: it is sure to come, within about a second."""
 
-
 WORTH_TELLING = 0.05
 """Share by which a weight has to change with age before the policy is told."""
 
