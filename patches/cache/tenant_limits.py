@@ -11,7 +11,7 @@ from sglang_evicpress.patches.tiers.types import Controlling
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.tenant_plans import TenantPlans
 
-MOST_NODES = 3
+MOST_NODES = 8
 """Nodes that a round moves; the next one goes on."""
 
 PAUSE_S = 0.5

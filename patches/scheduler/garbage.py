@@ -29,7 +29,7 @@ IDLE_S = 1.0
 PAUSE_SHARE = 50.0
 """Of what the last one took, until the next; twice the pause before, where it has found nothing."""
 
-ROUNDS_PER_LOOK = 8
+ROUNDS_PER_LOOK = 4
 """Of rounds one looks at young objects, after which those that are left are old."""
 
 LEAST_ROUNDS = 200
