@@ -70,10 +70,10 @@ class PolicyTerms:
         """Weight of a node that is expected to be used once, soon enough to be kept for that: uses per second."""
         return 1.0 / self.reuse.model.horizon_s
 
-    def observe_load(self, tier: Tier, num_bytes: int, seconds: float) -> None:
-        """So many bytes were brought back from a tier; ranks learn of it by rank 0's next stamp."""
+    def observe_load(self, tier: Tier, num_bytes: int, seconds: float, codec: str = "raw") -> None:
+        """So many bytes, stored by a codec, were brought back from a tier; ranks learn of it by rank 0's next stamp."""
         if num_bytes > 0 and seconds > 0.0:
-            self.cost_model.observe_load(tier, num_bytes, seconds)
+            self.cost_model.observe_load(tier, num_bytes, seconds, codec)
 
     def observe_copies(self, num_copies: int, num_bytes: int, seconds: float) -> None:
         """An eviction copied so many nodes to the host, of ``num_bytes`` together."""

@@ -78,7 +78,7 @@ class Recomputation:
         if not absent:
             return ("came_meanwhile" if unused else "not_servable"), 0.0
         pieces = self.pieces(absent)
-        load_s = sum(self.terms.costs.load_seconds(piece.tier, piece.num_bytes) for piece in pieces)
+        load_s = sum(self.terms.costs.load_seconds(piece.tier, piece.num_bytes, piece.codec) for piece in pieces)
         prefetch = self.prefetches.get(id(req))
         if getattr(req, "evicpress_without_room", False):
             return "no_gpu_room", load_s

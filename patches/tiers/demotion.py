@@ -71,7 +71,8 @@ class Demotion:
         if below is not None and below.form == form:
             return self.removal.release(node_id, tier)
         codec = form.codec if form.pressed == node.kv.form.pressed else None
-        if not self._is_on_host(node, form) and not self.backup.copy_at_once(node, codec):
+        was_there = self._is_on_host(node, form)
+        if not was_there and not self.backup.copy_at_once(node, codec):
             num_kept = self.gpu.slots_in(node, form, start_of(node))
             if form.pressed == node.kv.form.pressed or num_kept is None or num_kept >= size_of(node):
                 return None  # a node of one page keeps all of it, however few of its tokens
@@ -79,8 +80,10 @@ class Demotion:
             if node_id not in self.nodes or not self.backup.copy_at_once(node, form.codec):
                 return freed
         freed += self.removal.release(node_id, Tier.HOST)
-        if tier != Tier.HOST or form != node.kv.form:
+        if tier != Tier.HOST:
             self.demote(node_id, tier, form)
+        elif was_there:
+            self.host.compress_on_host(node, form)  # unless that is what it is
         return freed
 
     def _is_on_host(self, node: Node, form: Form) -> bool:

@@ -103,13 +103,20 @@ class HostRoom:
 
     def _room_of_spare_copies(self, num_bytes: int, keep: Collection[int], *, keeps_planned: bool) -> Runs | None:
         arena = self.storage.host.arena
+        kept = set(keep)
         for _ in range(MOST_GIVEN_UP):
-            node_id = self.placement.next_spare(keep, keeps_planned=keeps_planned)
+            node_id = self.placement.next_spare(kept, keeps_planned=keeps_planned)
             if node_id is None:
                 return None
             node = self.nodes[node_id]
-            self.placement.remove_copy(node, Tier.HOST)
-            self.changes.changed(node)
+            entry = node.kv.copies[Tier.HOST].entry
+            owners = [self.nodes[owner_id] for owner_id in sorted(entry.owners)]
+            if entry.pins or any(owner.value is None or owner.id in kept for owner in owners):
+                kept.add(node_id)  # its memory would not be free
+                continue
+            for owner in owners:
+                self.placement.remove_copy(owner, Tier.HOST)
+                self.changes.changed(owner)
             runs = arena.alloc(num_bytes) if arena.extents.free_bytes >= num_bytes else None
             if runs is not None:
                 return runs

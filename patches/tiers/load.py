@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,7 @@ class Load(Job):
         num_layers = storage.copier.num_layers
         self._here = [threading.Event() for _ in range(num_layers)]
         self._events: list[torch.cuda.Event | None] = [None] * num_layers
-        self._seconds = [0.0] * num_layers
+        self._seconds: list[Mapping[str, float]] = [{}] * num_layers  # of the threads, by codec
         self._begin: torch.cuda.Event | None = None
         self._end: torch.cuda.Event | None = None
         self._late_events: list[torch.cuda.Event | None] = []
@@ -138,17 +139,24 @@ class Load(Job):
     @property
     def thread_seconds(self) -> float:
         """Seconds of the CPU that threads took to copy, or to queue copies."""
-        return sum(self._seconds)
+        return sum(map(sum, (took.values() for took in self._seconds)))
 
-    def copy_seconds(self) -> float | None:
-        """Seconds of the copies themselves, once it has ended: of the device from the first to the last of them, on
-        the CPU of the threads' own time. None where that says nothing: it failed, or the device has worked on it in two
-        streams."""
-        if self.error is not None:
-            return None
+    def copied(self) -> dict[str, tuple[int, float]]:
+        """By codec, bytes as they are stored and seconds of the copies themselves, once it has ended: of the device
+        from the first to the last of them, shared out by bytes; on the CPU of the threads' own time. Empty where that
+        says nothing: it failed, or the device has worked on it in two streams."""
+        sizes, seconds = Counter[str](), dict[str, float]()
+        for part in self.parts:
+            sizes[part.copy.form.codec] += part.copy.num_bytes
+        if self.error is not None or (self._begin is not None and self.num_late):
+            return {}
         if self._begin is None:
-            return self.thread_seconds
-        return None if self.num_late else self._storage.copier.seconds_between(self._begin, self._end)
+            seconds = {codec: sum(took.get(codec, 0.0) for took in self._seconds) for codec in sizes}
+        else:
+            took_s = self._storage.copier.seconds_between(self._begin, self._end)
+            total = max(1, sizes.total())
+            seconds = {codec: took_s * num_bytes / total for codec, num_bytes in sizes.items()}
+        return {codec: (num_bytes, seconds[codec]) for codec, num_bytes in sizes.items()}
 
     def join(self) -> None:
         """Wait for all of it."""
@@ -186,13 +194,14 @@ class Load(Job):
     def _copy(self, layers: range) -> torch.cuda.Event | None:
         """Twice is harmless: the bytes are the same. Returns an event behind it on CUDA."""
         arena, copier, first = self._storage.host.arena, self._storage.copier, layers.start
-        begin_s = time.thread_time()
+        took: dict[str, float] = {}
         for part in self.parts:
-            entry = part.copy.entry
+            begin_s, entry = time.thread_time(), part.copy.entry
             header, codec = entry.header, entry.header.form.codec
             slots, rows = part.slots_of(first), part.copy.rows_of(first)
             copier.load_layers(layers, slots, arena, entry.runs, header.extents, rows.begin, rows.total, codec)
-        self._seconds[first] = time.thread_time() - begin_s
+            took[codec] = took.get(codec, 0.0) + time.thread_time() - begin_s
+        self._seconds[first] = took
         event: torch.cuda.Event | None = copier.finish_layers()
         for layer in layers:
             self._events[layer] = event

@@ -36,7 +36,7 @@ class LoadTerms:
             if tier == Tier.SSD:  # all of an entry is read for any piece of it, once
                 num_bytes = 0 if copy.entry in read else copy.entry.header.payload_bytes
                 read.add(copy.entry)
-            pieces.append(Piece(matched, depth, tier, num_bytes))
+            pieces.append(Piece(matched, depth, tier, num_bytes, copy.form.codec))
             depth += matched
         return pieces
 
@@ -52,7 +52,7 @@ class LoadTerms:
     def max_wait_s(self, prefetch: Prefetch, pieces: Sequence[Piece]) -> float:
         """So long a request whose turn has come may be passed over for these pieces."""
         load_s = self._reads_s(prefetch) + sum(
-            self.costs().load_seconds(piece.tier, piece.num_bytes) for piece in pieces
+            self.costs().load_seconds(piece.tier, piece.num_bytes, piece.codec) for piece in pieces
         )
         prefill = self.costs().prefill
         recompute_s = sum(prefill.marginal_seconds(piece.num_tokens, piece.depth_tokens) for piece in pieces)

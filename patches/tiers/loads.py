@@ -42,7 +42,7 @@ class Loads:
     storage: Tiers
     late: Late
     written_event: Callable[[], torch.cuda.Event | None]
-    observe: Callable[[Tier, int, float], None]
+    observe: Callable[[Tier, int, float, str], None]
     unlock: Callable[[Node], object]
     _: KW_ONLY
     is_cuda: bool
@@ -151,10 +151,11 @@ class Loads:
             self.storage.errors[f"host_load_{load.error}"] += 1
             load.join()  # what was promised to the batch is still there to be copied
         entries = {id(part.copy.entry): part.copy.entry for part in load.parts}.values()
-        check_s = sum(entry.take_check_seconds() for entry in entries)
-        copy_s = load.copy_seconds()
-        if copy_s is not None:
-            self.observe(Tier.HOST, sum(part.copy.num_bytes for part in load.parts), copy_s + check_s)
+        check_s = {entry.header.form.codec: 0.0 for entry in entries}
+        for entry in entries:
+            check_s[entry.header.form.codec] += entry.take_check_seconds()
+        for codec, (num_bytes, copy_s) in load.copied().items():
+            self.observe(Tier.HOST, num_bytes, copy_s + check_s[codec], codec)
         self.storage.counts["late_layers"] += load.num_late
         load.synchronize()
         load.unpin()

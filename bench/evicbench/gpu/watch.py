@@ -115,7 +115,9 @@ def _watch_loads(slot_bytes: int, tell: Tell) -> None:
     finish = Load.finish
 
     def finished(self: Any) -> None:
-        tell(load=(self.num_slots * slot_bytes, self.copy_seconds() or 0.0, self.thread_seconds))
+        tell(
+            load=(self.num_slots * slot_bytes, sum(took_s for _, took_s in self.copied().values()), self.thread_seconds)
+        )
         finish(self)
 
     Load.finish = finished  # type: ignore[method-assign]

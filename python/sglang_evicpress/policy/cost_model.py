@@ -1,4 +1,4 @@
-"""Costs of delays: of loading and prefilling, learned from measured durations, and of decoding, as it was given.
+"""Costs of delays: of loading, decoding and prefilling, learned from measured durations.
 
 Costs are measured while serving, not configured; only starting values are given. A cost is a sum of terms with
 coefficients of 0 or more (``regression``).
@@ -67,6 +67,12 @@ class TransferCost:
 
 START_COPY = TransferCost(1e-3, 4e9)
 """Cost of copying off the GPU before any was observed."""
+
+START_DECODE = TransferCost(1e-4, 2e9)
+"""The proportion of the two that decoding is expected to have; it costs nothing before any was observed."""
+
+LEAST_DECODE_SHARE = 0.01
+"""Of a load's seconds: what decoding counts where as many raw bytes would have taken no less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +149,7 @@ class CostModel:
     def __init__(self, start: CostSnapshot) -> None:
         self._prefill = Fit((start.prefill.fixed_s, start.prefill.per_token_s, start.prefill.per_pair_s))
         self._load = {tier: _transfer_fit(cost) for tier, cost in start.load.items()}
+        self._decode = {codec: _transfer_fit(cost) for codec, cost in start.decode.items()}
         self._copy = _transfer_fit(start.copy)
         self._costs = replace(start, load=dict(start.load), decode=dict(start.decode))
 
@@ -151,10 +158,12 @@ class CostModel:
         """A snapshot that later observations do not change; the same object until the next observation."""
         return self._costs
 
-    def observe_load(self, tier: Tier, num_bytes: int, seconds: float) -> None:
-        """``num_bytes`` stored raw on ``tier`` were on the GPU after ``seconds``.
+    def observe_load(self, tier: Tier, num_bytes: int, seconds: float, codec: str = "raw") -> None:
+        """``num_bytes`` stored on ``tier`` by ``codec`` were raw KV on the GPU after ``seconds``.
 
-        Raises ValueError for a tier without a starting cost (the GPU has none), and unless both are above 0.
+        Of what is not raw, the seconds beyond those of as many raw bytes are of decoding; where there are none, raw
+        bytes take no longer than that either. Raises ValueError for a tier without a starting cost (the GPU has none),
+        and unless both are above 0.
         """
         if not (math.isfinite(num_bytes) and num_bytes > 0):
             raise ValueError(f"load num_bytes is {num_bytes!r}: expected a finite number above 0")
@@ -162,9 +171,19 @@ class CostModel:
         fit = self._load.get(tier)
         if fit is None:
             raise ValueError(f"load from tier {_name(tier)} has no starting cost: expected {_names(self._load)}")
+        if codec != "raw":
+            decode_s = seconds - self._costs.load[tier].seconds(num_bytes)
+            self._observe_decode(codec, num_bytes, max(decode_s, LEAST_DECODE_SHARE * seconds))
+            if decode_s > 0.0:
+                return
         fit.observe((1.0, float(num_bytes)), seconds)
         load = {**self._costs.load, tier: _transfer_cost(fit)}
         self._costs = replace(self._costs, load=load)
+
+    def _observe_decode(self, codec: str, num_bytes: int, seconds: float) -> None:
+        fit = self._decode.setdefault(codec, _transfer_fit(START_DECODE))
+        fit.observe((1.0, float(num_bytes)), seconds)
+        self._costs = replace(self._costs, decode={**self._costs.decode, codec: _transfer_cost(fit)})
 
     def observe_copy(self, num_copies: int, num_bytes: int, seconds: float) -> None:
         """So many nodes, of ``num_bytes`` together, were copied off the GPU within ``seconds``.

@@ -74,7 +74,8 @@ def num_worth_loading(
             device_s += load_s + fixed_s
             fixed_s = 0.0
         else:
-            last_s = min(load_s, part.load_seconds(Tier.HOST, piece.num_bytes)) if Tier.HOST in costs.load else 0.0
+            has_host = Tier.HOST in costs.load
+            last_s = min(load_s, part.load_seconds(Tier.HOST, piece.num_bytes, piece.codec)) if has_host else 0.0
             staged_s += load_s - last_s
             device_s += last_s
         recompute_s = congestion * rest_s.pop()

@@ -63,7 +63,9 @@ def load_of(log: list[str]) -> Any:
         has_host=True,
     )
     loads = Loads(storage, [], lambda: None, lambda *_: None, lambda _: log.append("unlock"), is_cuda=True)
-    copy = SimpleNamespace(entry=entry, begin=0, num_bytes=32, layout=None, rows_of=lambda layer: Rows(0, 4, 4))
+    copy = SimpleNamespace(
+        entry=entry, form=EXACT, begin=0, num_bytes=32, layout=None, rows_of=lambda layer: Rows(0, 4, 4)
+    )
     return loads.add([Part(copy, torch.arange(4))], SimpleNamespace(parent=None))
 
 

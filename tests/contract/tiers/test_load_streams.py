@@ -131,7 +131,7 @@ class World:
         )
         monkeypatch.setattr(load_module, "LAYER_DEADLINE_S", 0.001)
 
-    def observe(self, tier: Tier, num_bytes: int, seconds: float) -> None:
+    def observe(self, tier: Tier, num_bytes: int, seconds: float, codec: str) -> None:
         self.seen.append((num_bytes, seconds))
 
     def written_event(self) -> Event:
@@ -147,7 +147,9 @@ class World:
             header=SimpleNamespace(extents=extents, num_slots=4, form=EXACT),
             take_check_seconds=lambda: check_s,
         )
-        copy = SimpleNamespace(entry=entry, begin=0, num_bytes=4, layout=None, rows_of=lambda layer: Rows(0, 4, 4))
+        copy = SimpleNamespace(
+            entry=entry, form=EXACT, begin=0, num_bytes=4, layout=None, rows_of=lambda layer: Rows(0, 4, 4)
+        )
         part = Part(copy, torch.arange(slot, slot + 4))  # type: ignore[arg-type]
         return self.loads.add([part], SimpleNamespace(parent=None))
 

@@ -373,6 +373,19 @@ def test_host_room_is_made_of_spare_copies_but_not_of_those_to_keep() -> None:
     assert room.host_room(5 * 4096) is None, "more than there is"
 
 
+def test_spare_copies_that_are_being_read_are_not_given_up_for_room() -> None:
+    world = World(4)
+    for node in world.nodes.values():
+        world.backup(node)
+    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes)
+    hottest = world.placement.next_spare((), keeps_planned=False)
+    assert hottest is not None
+    world.host.pin(world.nodes[hottest].kv.copies[Tier.HOST].entry)
+    assert room.host_room(4096) is not None
+    have_copies = {node.id for node in world.nodes.values() if Tier.HOST in node.kv.copies}
+    assert hottest in have_copies and len(have_copies) == 3
+
+
 def test_nothing_goes_for_host_memory_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is still to be taken from the system is free, and comes; KV that went for it would have gone in vain."""
     world = World(4)

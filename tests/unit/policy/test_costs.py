@@ -71,6 +71,31 @@ def test_prefill_law_is_the_sum_of_its_terms() -> None:
     assert cost.seconds(4, 10) == 0.5 + cost.marginal_seconds(4, 10)
 
 
+def test_time_beyond_that_of_raw_bytes_is_of_decoding() -> None:
+    model, rng = CostModel(START), random.Random(0)
+    raw, decode = TransferCost(2e-4, 8e9), TransferCost(1e-4, 1e9)
+    for _ in range(60):
+        size = int(2 ** rng.uniform(18, 26))
+        model.observe_load(Tier.HOST, size, raw.seconds(size) * (1 + rng.gauss(0, NOISE)))
+        model.observe_load(
+            Tier.HOST, size, (raw.seconds(size) + decode.seconds(size)) * (1 + rng.gauss(0, NOISE)), "int4"
+        )
+    for size in (2**19, 2**22, 2**25):
+        assert model.costs.load_seconds(Tier.HOST, size) == pytest.approx(raw.seconds(size), rel=0.15)
+        both = raw.seconds(size) + decode.seconds(size)
+        assert model.costs.load_seconds(Tier.HOST, size, "int4") == pytest.approx(both, rel=0.15)
+        assert model.costs.load_seconds(Tier.HOST, size, "int2") == model.costs.load_seconds(Tier.HOST, size)
+
+
+def test_bytes_that_come_decoded_sooner_than_raw_ones_were_expected_make_these_faster() -> None:
+    model = CostModel(START)
+    for _ in range(200):
+        model.observe_load(Tier.HOST, 2**24, START.load[Tier.HOST].seconds(2**24) / 4, "int8")
+    assert model.costs.load_seconds(Tier.HOST, 2**24, "int8") == pytest.approx(
+        START.load[Tier.HOST].seconds(2**24) / 4, rel=0.1
+    )
+
+
 def test_load_is_transfer_and_decode_and_nothing_on_the_gpu() -> None:
     assert START.load_seconds(Tier.GPU, 10**9, "int8") == 0.0
     raw = START.load_seconds(Tier.SSD, 10**9)

@@ -309,8 +309,12 @@ class PayloadCopier:
             slots = torch.arange(count, device=self._device)
             self._transfers.decode((keys, values), slots, arena, runs, extent, begin, num_slots, codec)
             return keys, values
-        stored = torch.empty(extent.num_bytes, dtype=torch.uint8, device=self._device)
-        read_pieces(arena.tensors(runs, extent.offset, extent.num_bytes), stored)
+        pieces = arena.tensors(runs, extent.offset, extent.num_bytes)
+        if len(pieces) == 1 and not self._is_cuda and pieces[0].data_ptr() % like.element_size() == 0:
+            stored = pieces[0]  # where it lies: a piece of an entry needs a part of it
+        else:
+            stored = torch.empty(extent.num_bytes, dtype=torch.uint8, device=self._device)
+            read_pieces(pieces, stored)
         coder_of(codec).decode(stored, num_slots, begin, keys.flatten(1), values.flatten(1))
         return keys, values
 
