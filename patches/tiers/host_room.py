@@ -12,6 +12,7 @@ from sglang_evicpress.patches.tree.types import Node
 
 MOST_ROUNDS = 8  # of plans for one allocation, each for twice as much as the last
 MOST_GIVEN_UP = 64  # copies, for one allocation, and SSD entries between two ticks: some milliseconds
+MOST_USELESS = 16  # copies that would free nothing, for one allocation
 MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
 
 
@@ -103,16 +104,16 @@ class HostRoom:
 
     def _room_of_spare_copies(self, num_bytes: int, keep: Collection[int], *, keeps_planned: bool) -> Runs | None:
         arena = self.storage.host.arena
-        kept = set(keep)
+        num_useless = 0
         for _ in range(MOST_GIVEN_UP):
-            node_id = self.placement.next_spare(kept, keeps_planned=keeps_planned)
-            if node_id is None:
+            node_id = self.placement.next_spare(keep, keeps_planned=keeps_planned)
+            if node_id is None or num_useless == MOST_USELESS:
                 return None
-            node = self.nodes[node_id]
-            entry = node.kv.copies[Tier.HOST].entry
+            entry = self.nodes[node_id].kv.copies[Tier.HOST].entry
             owners = [self.nodes[owner_id] for owner_id in sorted(entry.owners)]
-            if entry.pins or any(owner.value is None or owner.id in kept for owner in owners):
-                kept.add(node_id)  # its memory would not be free
+            if entry.pins or any(owner.value is None or owner.id in keep for owner in owners):
+                self.placement.spare_later(node_id)  # its memory would not be free
+                num_useless += 1
                 continue
             for owner in owners:
                 self.placement.remove_copy(owner, Tier.HOST)

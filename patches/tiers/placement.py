@@ -220,6 +220,10 @@ class Placement:
         """See ``RedundantHostCopies.next``."""
         return self._redundant.next(keep, keeps_planned=keeps_planned)
 
+    def spare_later(self, node_id: int) -> None:
+        """The host copy of this node is given up last: its memory would not be free."""
+        self._redundant.add(node_id, is_coldest=True)
+
     def spare_ssd_entries(self, limit: int) -> list[SsdEntry]:
         return self._ssd_spare.first(limit)
 
