@@ -14,7 +14,7 @@ from sglang_evicpress.introspect.served import FirstTokenTimes, ServedTokens
 from sglang_evicpress.patches.cache.integrity import CheckedTree, PolicyInUse, in_flight, num_running
 from sglang_evicpress.patches.scheduler.queue_limit import FirstTokens
 from sglang_evicpress.patches.tiers.types import Slots, Tiers
-from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost
+from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.reuse_tracker import ReuseTracker
 from sglang_evicpress.policy.turns import Turns
 from sglang_evicpress.threads import WatchedThread
@@ -115,7 +115,8 @@ class Statistics:
             "costs": {
                 "in_use": described_cost(self.terms.costs.prefill),
                 "learned": described_cost(self.terms.cost_model.costs.prefill),
-                "copy": {"fixed_s": self.terms.costs.copy.fixed_s, "bytes_per_s": self.terms.costs.copy.bytes_per_s},
+                "copy": _described_transfer(self.terms.costs.copy),
+                "decode": {codec: _described_transfer(cost) for codec, cost in self.terms.costs.decode.items()},
                 "num_observations": self.prefill_times.num_observed,
                 "recompute_weight": round(self.terms.recompute_weight, 3),
             },
@@ -171,6 +172,10 @@ def _nested(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
     for (kind, reason), count in sorted(counts.items()):
         nested.setdefault(kind, {})[reason] = count
     return nested
+
+
+def _described_transfer(cost: TransferCost) -> dict[str, object]:
+    return {"fixed_s": cost.fixed_s, "bytes_per_s": cost.bytes_per_s}
 
 
 def described_cost(cost: PrefillCost) -> dict[str, object]:

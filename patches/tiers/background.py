@@ -29,7 +29,7 @@ from sglang_evicpress.policy.cost_model import CostSnapshot
 
 AHEAD_SHARE = 1 / 4  # of the pool, and of the host tier, that is taken next: copied before it is due
 HOST_AHEAD_SHARE = 1 / 2  # of the host tier where writing costs nothing but time: then a read need not wait for writes
-MOST_NEEDED_SHARE = 1 / 4  # of the pool: what is kept free for the next requests
+MOST_NEEDED_SHARE = 1 / 4  # of the pool, and of the host tier: what is kept free for the next requests
 # of the host tier, without and with an SSD below: for such copies at most
 REDUNDANT_SHARE = {False: 1 / 4, True: 1 / 2}
 LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes are released until the second is free
@@ -228,7 +228,7 @@ class BackgroundDemotion:
             codec = form.codec if form is not None and is_as_it_is else None
             return self.backup.start_copy(node, tier, codec=codec, keeps_planned=True)
         if form is not None and form != copy.form:
-            self.host_forms.compress_on_host(node, form, keeps_planned=True)
+            self.host_forms.compress_on_host(node, form)
         return True
 
     def _keep_ssd_room(self) -> None:
@@ -241,15 +241,17 @@ class BackgroundDemotion:
         return self.room.room()[Tier.HOST] - self._prepared_bytes()
 
     def _keep_host_room(self) -> int:
-        """Below the low watermark of free host memory nodes go on to the SSD, or are dropped, up to the high one, or to
-        what was missing last."""
+        """Below the low watermark of free host memory, or what is asked for at a time, nodes shrink, go on to the SSD,
+        or are dropped, up to the high one, or to what was missing last."""
         host, num_nodes = self.storage.host, 0
         self.host_forms.repack()
         free = self._free_on_host()
-        if free < HOST_LOW_SHARE * host.num_bytes or self.room.wanted_bytes:
+        usual = min(self.room.asked_bytes, int(MOST_NEEDED_SHARE * host.num_bytes))
+        low, high = (max(int(share * host.num_bytes), usual) for share in (HOST_LOW_SHARE, HOST_HIGH_SHARE))
+        if free < low or self.room.wanted_bytes:
             # Pieces of one entry free it only together, so what is counted as free may not be all that can be had.
             lacking = max(self.room.wanted_bytes - host.free_bytes, self.room.wanted_bytes // 4)
-            wanted = max(int(HOST_HIGH_SHARE * host.num_bytes) - free, lacking)
+            wanted = max(high - free, lacking)
             num_nodes = self._release(Tier.HOST, wanted)
         self._num_host_steps += 1
         is_enough = host.free_bytes >= self.room.wanted_bytes

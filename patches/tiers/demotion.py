@@ -61,9 +61,9 @@ class Demotion:
         return freed if freed or (is_begun and not was_leaving) else None
 
     def demote_at_once(self, node_id: int, tier: Tier, form: Form) -> int | None:
-        """Bring a node off the GPU now, as what it is or as a copy that is below; it goes on to ``tier`` and ``form``
-        in the background. Returns the slots freed: None where there is no room for a copy, unless the node can shrink
-        to ``form`` where it is."""
+        """Bring a node off the GPU now, as what it is or as a copy that is below; it goes on to a ``tier`` below the
+        host, and to ``form`` there, in the background. Returns the slots freed: None where there is no room for a copy,
+        unless the node can shrink to ``form`` where it is."""
         node, freed = self.nodes[node_id], 0
         if node.value is None or node.lock_ref > 0 or has_child_on_gpu(node):
             return self.demote(node_id, tier, form)
@@ -71,8 +71,7 @@ class Demotion:
         if below is not None and below.form == form:
             return self.removal.release(node_id, tier)
         codec = form.codec if form.pressed == node.kv.form.pressed else None
-        was_there = self._is_on_host(node, form)
-        if not was_there and not self.backup.copy_at_once(node, codec):
+        if not self._is_on_host(node, form) and not self.backup.copy_at_once(node, codec):
             num_kept = self.gpu.slots_in(node, form, start_of(node))
             if form.pressed == node.kv.form.pressed or num_kept is None or num_kept >= size_of(node):
                 return None  # a node of one page keeps all of it, however few of its tokens
@@ -82,8 +81,6 @@ class Demotion:
         freed += self.removal.release(node_id, Tier.HOST)
         if tier != Tier.HOST:
             self.demote(node_id, tier, form)
-        elif was_there:
-            self.host.compress_on_host(node, form)  # unless that is what it is
         return freed
 
     def _is_on_host(self, node: Node, form: Form) -> bool:

@@ -143,7 +143,8 @@ class ExternalReads:
             return under_way
         num_bytes, num_shared = found.header.payload_bytes, job.num_shared
         recompute_s = self.costs().prefill.marginal_seconds(num_shared, job.begin)
-        is_worth = self.costs().load_seconds(Tier.EXTERNAL, num_bytes) < recompute_s
+        load_s = self.costs().load_seconds(Tier.EXTERNAL, num_bytes, found.header.form.codec)
+        is_worth = load_s < recompute_s
         is_due = self.storage.now_s() - self._read_s >= EXPLORE_S and 2 * num_shared >= found.header.num_tokens
         if not (is_worth or is_due) or not job.store.may_read:
             return None

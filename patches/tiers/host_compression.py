@@ -66,7 +66,7 @@ class HostCompression:
     def copy_to_ssd(self, node: Node, form: Form) -> bool:
         """Begin to give a node that the host has a copy on the SSD in a smaller form, instead of one that is there.
         False as ``compress_on_host`` says."""
-        return self.compress_on_host(node, form, keeps_planned=True, is_for_ssd=True)
+        return self.compress_on_host(node, form, is_for_ssd=True)
 
     def compress_on_host(
         self,
@@ -74,13 +74,12 @@ class HostCompression:
         form: Form,
         *,
         leaves_for: Tier | None = None,
-        keeps_planned: bool = False,
         is_for_ssd: bool = False,
     ) -> bool:
         """Begin to bring what the host has of a node to ``form``; the node goes to the tier ``leaves_for`` then. False
         when it cannot be now: there is nothing, or only something too small, something is done with it already, or
-        there is no room for both copies, for which redundant copies are given up; with ``keeps_planned`` not those of
-        nodes that are to leave the GPU soon."""
+        there is no room for both copies, for which redundant copies are given up, but those of nodes that are to leave
+        the GPU soon: a node in fewer bytes is not worth that others are on the SSD for it."""
         copy = node.kv.copies.get(Tier.HOST)
         if copy is None or form in (copy.form, copy.form.decoded) or form.codec == node.kv.unfit_codec:
             return False
@@ -98,7 +97,7 @@ class HostCompression:
         num_bytes = self._num_bytes(form, kept)
         if is_for_ssd and not self.ssd.has_room_for(num_bytes):
             return False
-        runs = self.room.host_room(num_bytes, keep=(node.id,), keeps_planned=keeps_planned)
+        runs = self.room.host_room(num_bytes, keep=(node.id,), keeps_planned=True)
         if runs is None:
             self.room.want(num_bytes)
             self.storage.counts["compressions_without_room"] += 1

@@ -13,13 +13,15 @@ from sglang_evicpress.patches.tree.types import Node
 MOST_ROUNDS = 8  # of plans for one allocation, each for twice as much as the last
 MOST_GIVEN_UP = 64  # copies, for one allocation, and SSD entries between two ticks: some milliseconds
 MOST_USELESS = 16  # copies that would free nothing, for one allocation
+ASKED_KEPT = 0.98  # of what was asked for at a time, with each time that less was
 MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
 
 
 @dataclass(eq=False, repr=False)
 class HostRoom:
     """Finds host memory. ``copying_bytes`` are on their way there, but for reads from the SSD; ``wanted_bytes`` were
-    not to be had when asked for since the last of ``num_plans``, the most of them."""
+    not to be had when asked for since the last of ``num_plans``, the most of them, ``asked_bytes`` are asked for at a
+    time, the most of late."""
 
     nodes: Mapping[int, Node]
     storage: Tiers
@@ -30,6 +32,7 @@ class HostRoom:
 
     def __post_init__(self) -> None:
         self.copying_bytes = self._reading_bytes = self.wanted_bytes = self.num_plans = 0
+        self.asked_bytes = 0
         self._held_bytes = 0  # of those on their way: nodes hold them already
 
     @property
@@ -79,11 +82,13 @@ class HostRoom:
         return runs
 
     def host_room(self, num_bytes: int, *, keep: Collection[int] = (), keeps_planned: bool = False) -> Runs | None:
-        """Runs of host memory: free ones, else those of redundant copies but of the nodes ``keep`` (few), last, and not
-        with ``keeps_planned``, of nodes that are to leave the GPU soon, else of what is on the SSD as well. Nothing is
-        lost for it: what the SSD does not have yet makes room when it has (see ``BackgroundDemotion``)."""
+        """Runs of host memory: free ones, else those of redundant copies but of the nodes ``keep`` (few), last of nodes
+        that are to leave the GPU soon, else of what is on the SSD as well; with ``keeps_planned``, for what nobody
+        waits for, not those two. Nothing is lost for it: what the SSD does not have yet makes room when it has (see
+        ``BackgroundDemotion``)."""
         host = self.storage.host
         num_bytes = max(1, num_bytes)  # a node may be all holes
+        self.asked_bytes = max(num_bytes, int(ASKED_KEPT * self.asked_bytes))
         runs: Runs | None = host.arena.alloc(num_bytes)
         if runs is not None or num_bytes > host.num_bytes or self._is_coming(num_bytes):
             return runs
@@ -91,7 +96,7 @@ class HostRoom:
         is_enough = num_bytes <= self.room()[Tier.HOST]
         if is_enough:
             runs = self._room_of_spare_copies(num_bytes, keep, keeps_planned=keeps_planned)
-        if runs is None and self.storage.ssd is not None:
+        if runs is None and self.storage.ssd is not None and not keeps_planned:
             runs = self._room_of_what_is_on_ssd(num_bytes)
             if runs is None and not is_enough and num_bytes <= self.room()[Tier.HOST]:
                 runs = self._room_of_spare_copies(num_bytes, keep, keeps_planned=keeps_planned)
@@ -104,24 +109,34 @@ class HostRoom:
 
     def _room_of_spare_copies(self, num_bytes: int, keep: Collection[int], *, keeps_planned: bool) -> Runs | None:
         arena = self.storage.host.arena
-        num_useless = 0
-        for _ in range(MOST_GIVEN_UP):
-            node_id = self.placement.next_spare(keep, keeps_planned=keeps_planned)
-            if node_id is None or num_useless == MOST_USELESS:
+        kept, num_given_up = set(keep), 0
+        while num_given_up < MOST_GIVEN_UP and len(kept) < len(keep) + MOST_USELESS:
+            node_id = self.placement.next_spare(kept, keeps_planned=keeps_planned)
+            if node_id is None:
                 return None
             entry = self.nodes[node_id].kv.copies[Tier.HOST].entry
-            owners = [self.nodes[owner_id] for owner_id in sorted(entry.owners)]
-            if entry.pins or any(owner.value is None or owner.id in keep for owner in owners):
-                self.placement.spare_later(node_id)  # its memory would not be free
-                num_useless += 1
+            if entry.pins or not self._are_spare(entry.owners, kept, keeps_planned=keeps_planned):
+                kept.add(node_id)  # its memory would not be free
+                if len(entry.owners) > 1:
+                    self.placement.spare_later(node_id)
                 continue
-            for owner in owners:
+            for owner_id in sorted(entry.owners):
+                owner = self.nodes[owner_id]
                 self.placement.remove_copy(owner, Tier.HOST)
                 self.changes.changed(owner)
+                num_given_up += 1
             runs = arena.alloc(num_bytes) if arena.extents.free_bytes >= num_bytes else None
             if runs is not None:
                 return runs
         return None
+
+    def _are_spare(self, node_ids: Collection[int], keep: Collection[int], *, keeps_planned: bool) -> bool:
+        return all(
+            self.nodes[node_id].value is not None
+            and node_id not in keep
+            and not (keeps_planned and self.placement.is_to_leave(node_id))
+            for node_id in node_ids
+        )
 
     def _room_of_what_is_on_ssd(self, num_bytes: int) -> Runs | None:
         """Release what the SSD has as well, least useful first. The pieces of an entry free its memory only together:

@@ -143,20 +143,20 @@ class Load(Job):
 
     def copied(self) -> dict[str, tuple[int, float]]:
         """By codec, bytes as they are stored and seconds of the copies themselves, once it has ended: of the device
-        from the first to the last of them, shared out by bytes; on the CPU of the threads' own time. Empty where that
-        says nothing: it failed, or the device has worked on it in two streams."""
-        sizes, seconds = Counter[str](), dict[str, float]()
+        from the first to the last of them, on the CPU of the threads' own time. Empty where that says nothing: it
+        failed, or the device has worked on it in two streams, or on parts of several codecs."""
+        sizes = Counter[str]()
         for part in self.parts:
             sizes[part.copy.form.codec] += part.copy.num_bytes
-        if self.error is not None or (self._begin is not None and self.num_late):
+        if self.error is not None:
             return {}
         if self._begin is None:
-            seconds = {codec: sum(took.get(codec, 0.0) for took in self._seconds) for codec in sizes}
-        else:
-            took_s = self._storage.copier.seconds_between(self._begin, self._end)
-            total = max(1, sizes.total())
-            seconds = {codec: took_s * num_bytes / total for codec, num_bytes in sizes.items()}
-        return {codec: (num_bytes, seconds[codec]) for codec, num_bytes in sizes.items()}
+            own_s = {codec: sum(took.get(codec, 0.0) for took in self._seconds) for codec in sizes}
+            return {codec: (num_bytes, own_s[codec]) for codec, num_bytes in sizes.items()}
+        if self.num_late or len(sizes) != 1:
+            return {}
+        ((codec, num_bytes),) = sizes.items()
+        return {codec: (num_bytes, self._storage.copier.seconds_between(self._begin, self._end))}
 
     def join(self) -> None:
         """Wait for all of it."""

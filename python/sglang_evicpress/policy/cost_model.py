@@ -14,6 +14,7 @@ from sglang_evicpress.core import Tier
 from sglang_evicpress.policy.regression import Fit
 
 _REFERENCE_BYTES = tuple(2**power for power in (16, 20, 24, 28, 32))
+_USUAL_BYTES = 2**22
 _REFERENCE_CHUNKS = ((64, 0), (1024, 0), (1024, 16384), (16384, 0), (16384, 65536))
 
 
@@ -68,11 +69,8 @@ class TransferCost:
 START_COPY = TransferCost(1e-3, 4e9)
 """Cost of copying off the GPU before any was observed."""
 
-START_DECODE = TransferCost(1e-4, 2e9)
-"""The proportion of the two that decoding is expected to have; it costs nothing before any was observed."""
-
-LEAST_DECODE_SHARE = 0.01
-"""Of a load's seconds: what decoding counts where as many raw bytes would have taken no less."""
+FREE_DECODE = TransferCost(0.0, 1e15)
+"""Cost of decoding where stored bytes take no longer than raw ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +107,14 @@ class CostSnapshot:
 
     def of_a_part(self) -> CostSnapshot:
         """Costs of a node among others of a path. Whatever is on the host comes in one load, so that its fixed cost
-        is nobody's, as that of a prefill is not (``PrefillCost.marginal_seconds``); from an SSD each is read by itself.
+        is nobody's, as that of a prefill is not (``PrefillCost.marginal_seconds``), nor is that of decoding; from an
+        SSD each is read by itself.
         """
         load = {
             tier: TransferCost(0.0, cost.bytes_per_s) if tier == Tier.HOST else cost for tier, cost in self.load.items()
         }
-        return replace(self, load=load)
+        decode = {codec: TransferCost(0.0, cost.bytes_per_s) for codec, cost in self.decode.items()}
+        return replace(self, load=load, decode=decode)
 
     def with_recompute_weight(self, weight: float) -> CostSnapshot:
         """The same, where a second of prefilling counts ``weight`` times."""
@@ -125,17 +125,20 @@ class CostSnapshot:
     def drifted_from(self, other: CostSnapshot, tolerance: float) -> bool:
         """True if a predicted duration differs from that of ``other`` by more than ``tolerance`` of the latter.
 
-        Compared at 64 KiB to 4 GiB for every transfer, at 64 to 16384 new tokens behind 0 to 65536 for prefill;
-        a cost that only one of the two has counts as a difference. Raises ValueError unless tolerance >= 0.
+        Compared at 64 KiB to 4 GiB for every tier and codec, at 64 to 16384 new tokens behind 0 to 65536 for prefill;
+        a tier that only one of the two has counts as a difference. Raises ValueError unless tolerance >= 0.
         """
         if not (math.isfinite(tolerance) and tolerance >= 0.0):
             raise ValueError(f"tolerance is {tolerance!r}: expected a finite share, 0 or more")
-        if self.load.keys() != other.load.keys() or self.decode.keys() != other.decode.keys():
+        if self.load.keys() != other.load.keys():
             return True
         pairs = [(self.prefill.seconds(*chunk), other.prefill.seconds(*chunk)) for chunk in _REFERENCE_CHUNKS]
-        transfer_costs = [(cost, other.load[tier]) for tier, cost in self.load.items()]
-        transfer_costs += [(cost, other.decode[codec]) for codec, cost in self.decode.items()]
-        pairs += [(mine.seconds(size), its.seconds(size)) for mine, its in transfer_costs for size in _REFERENCE_BYTES]
+        for codec in ("raw", *(self.decode.keys() | other.decode.keys())):
+            for tier in self.load:
+                pairs += [
+                    (self.load_seconds(tier, size, codec), other.load_seconds(tier, size, codec))
+                    for size in _REFERENCE_BYTES
+                ]
         return any(abs(mine - its) > tolerance * its for mine, its in pairs)
 
 
@@ -149,7 +152,7 @@ class CostModel:
     def __init__(self, start: CostSnapshot) -> None:
         self._prefill = Fit((start.prefill.fixed_s, start.prefill.per_token_s, start.prefill.per_pair_s))
         self._load = {tier: _transfer_fit(cost) for tier, cost in start.load.items()}
-        self._decode = {codec: _transfer_fit(cost) for codec, cost in start.decode.items()}
+        self._coded = dict[str, Fit]()  # of loads by a codec, all that they take
         self._copy = _transfer_fit(start.copy)
         self._costs = replace(start, load=dict(start.load), decode=dict(start.decode))
 
@@ -161,9 +164,9 @@ class CostModel:
     def observe_load(self, tier: Tier, num_bytes: int, seconds: float, codec: str = "raw") -> None:
         """``num_bytes`` stored on ``tier`` by ``codec`` were raw KV on the GPU after ``seconds``.
 
-        Of what is not raw, the seconds beyond those of as many raw bytes are of decoding; where there are none, raw
-        bytes take no longer than that either. Raises ValueError for a tier without a starting cost (the GPU has none),
-        and unless both are above 0.
+        Of what is not raw, which comes from the host, the seconds beyond those of as many raw bytes are of decoding;
+        where there are none, raw bytes take no longer than that either. Raises ValueError for a tier without a starting
+        cost (the GPU has none), for a codec on any tier but the host, and unless both are above 0.
         """
         if not (math.isfinite(num_bytes) and num_bytes > 0):
             raise ValueError(f"load num_bytes is {num_bytes!r}: expected a finite number above 0")
@@ -172,18 +175,17 @@ class CostModel:
         if fit is None:
             raise ValueError(f"load from tier {_name(tier)} has no starting cost: expected {_names(self._load)}")
         if codec != "raw":
-            decode_s = seconds - self._costs.load[tier].seconds(num_bytes)
-            self._observe_decode(codec, num_bytes, max(decode_s, LEAST_DECODE_SHARE * seconds))
-            if decode_s > 0.0:
-                return
+            if tier != Tier.HOST:
+                raise ValueError(f"load by codec {codec} from tier {_name(tier)}: expected one from {Tier.HOST.name}")
+            fit = self._coded.setdefault(codec, _transfer_fit(self._costs.load[tier]))
         fit.observe((1.0, float(num_bytes)), seconds)
-        load = {**self._costs.load, tier: _transfer_cost(fit)}
+        load = {**self._costs.load, tier: _transfer_cost(self._load[tier])}
+        if tier == Tier.HOST:
+            coded = {codec: _transfer_cost(fit) for codec, fit in self._coded.items()}
+            load[tier] = min((load[tier], *coded.values()), key=lambda cost: cost.seconds(_USUAL_BYTES))
+            decode = {codec: _beyond(cost, load[tier]) for codec, cost in coded.items()}
+            self._costs = replace(self._costs, decode={**self._costs.decode, **decode})
         self._costs = replace(self._costs, load=load)
-
-    def _observe_decode(self, codec: str, num_bytes: int, seconds: float) -> None:
-        fit = self._decode.setdefault(codec, _transfer_fit(START_DECODE))
-        fit.observe((1.0, float(num_bytes)), seconds)
-        self._costs = replace(self._costs, decode={**self._costs.decode, codec: _transfer_cost(fit)})
 
     def observe_copy(self, num_copies: int, num_bytes: int, seconds: float) -> None:
         """So many nodes, of ``num_bytes`` together, were copied off the GPU within ``seconds``.
@@ -226,6 +228,13 @@ def _transfer_fit(cost: TransferCost) -> Fit:
 def _transfer_cost(fit: Fit) -> TransferCost:
     fixed_s, per_byte_s = fit.cost
     return TransferCost(fixed_s, 1.0 / max(per_byte_s, _MIN_PER_BYTE_S))
+
+
+def _beyond(cost: TransferCost, raw: TransferCost) -> TransferCost:
+    """What a load takes more than one of as many raw bytes."""
+    per_byte_s = 1.0 / cost.bytes_per_s - 1.0 / raw.bytes_per_s
+    fixed_s = max(0.0, cost.fixed_s - raw.fixed_s)
+    return TransferCost(fixed_s, 1.0 / per_byte_s if per_byte_s > _MIN_PER_BYTE_S else FREE_DECODE.bytes_per_s)
 
 
 def _pairs(num_tokens: int, depth_tokens: int) -> float:

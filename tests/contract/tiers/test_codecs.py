@@ -372,17 +372,6 @@ def test_what_does_not_fit_stays_as_it_is_on_the_host(coded: Callable[..., TierW
     walk.is_sound = False
 
 
-def test_a_node_that_leaves_at_once_by_a_raw_copy_becomes_what_it_was_to_be(coded: Callable[..., TierWalk]) -> None:
-    walk = coded(policy="exact+int4+lru")
-    _, node = cached(walk, 96)
-    assert walk.cache.parts.tiers.backup.start_copy(node, Tier.HOST)
-    walk.settle()
-    assert node.kv.copies[Tier.HOST].form == EXACT
-    assert walk.cache.parts.moves.demote(node.id, Tier.HOST, INT4, at_once=True) == 96
-    walk.settle()
-    assert node.value is None and node.kv.copies[Tier.HOST].form == INT4
-
-
 def test_what_does_not_fit_at_once_is_lost_but_once(coded: Callable[..., TierWalk]) -> None:
     walk = coded(policy="exact+lossless+lru", dtype=torch.bfloat16, checks_rows=False)
     for number, expected in enumerate(({}, {Tier.HOST: EXACT})):

@@ -386,6 +386,18 @@ def test_spare_copies_that_are_being_read_are_not_given_up_for_room() -> None:
     assert hottest in have_copies and len(have_copies) == 3
 
 
+def test_room_is_made_of_planned_copies_where_the_only_other_one_is_being_read() -> None:
+    world = World(4)
+    for node in world.nodes.values():
+        world.backup(node)
+    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes)
+    world.placement.plan_to_leave([1, 2, 3])
+    world.host.pin(world.nodes[4].kv.copies[Tier.HOST].entry)
+    assert room.free_room(4096, takes_spares=True) is None, "they are to leave the GPU by these"
+    assert room.host_room(4096) is not None
+    assert Tier.HOST in world.nodes[4].kv.copies
+
+
 def test_nothing_goes_for_host_memory_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is still to be taken from the system is free, and comes; KV that went for it would have gone in vain."""
     world = World(4)

@@ -87,6 +87,21 @@ def test_time_beyond_that_of_raw_bytes_is_of_decoding() -> None:
         assert model.costs.load_seconds(Tier.HOST, size, "int2") == model.costs.load_seconds(Tier.HOST, size)
 
 
+def test_what_decoding_takes_is_told_anew_when_raw_loads_turn_out_slower() -> None:
+    model, slow = CostModel(START), TransferCost(1e-4, 1e9)
+    for _ in range(60):
+        model.observe_load(Tier.HOST, 2**24, 1.05 * slow.seconds(2**24), "int4")
+    assert model.costs.load_seconds(Tier.HOST, 2**24, "int4") == pytest.approx(1.05 * slow.seconds(2**24), rel=0.1)
+    for _ in range(60):
+        model.observe_load(Tier.HOST, 2**24, slow.seconds(2**24))
+    assert model.costs.load_seconds(Tier.HOST, 2**24, "int4") == pytest.approx(1.05 * slow.seconds(2**24), rel=0.1)
+
+
+def test_only_loads_from_the_host_decode() -> None:
+    with pytest.raises(ValueError, match=r"load by codec int4 from tier SSD: expected one from HOST"):
+        CostModel(START).observe_load(Tier.SSD, 2**20, 0.1, "int4")
+
+
 def test_bytes_that_come_decoded_sooner_than_raw_ones_were_expected_make_these_faster() -> None:
     model = CostModel(START)
     for _ in range(200):

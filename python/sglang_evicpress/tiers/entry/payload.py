@@ -24,6 +24,9 @@ from sglang_evicpress.tiers.host.allocator import Run
 from sglang_evicpress.tiers.host.arena import Arena, read_pieces, write_pieces
 from sglang_evicpress.tiers.transfers import CudaStreams, Transfers
 
+WORD_BYTES = 8
+"""Alignment of stored bytes that codecs can read where they lie."""
+
 
 class PayloadCopier:
     """Moves payloads between the buffers of a KV pool, [slots, heads, head_dim] per layer, and an arena.
@@ -310,7 +313,7 @@ class PayloadCopier:
             self._transfers.decode((keys, values), slots, arena, runs, extent, begin, num_slots, codec)
             return keys, values
         pieces = arena.tensors(runs, extent.offset, extent.num_bytes)
-        if len(pieces) == 1 and not self._is_cuda and pieces[0].data_ptr() % like.element_size() == 0:
+        if len(pieces) == 1 and not self._is_cuda and pieces[0].data_ptr() % WORD_BYTES == 0:
             stored = pieces[0]  # where it lies: a piece of an entry needs a part of it
         else:
             stored = torch.empty(extent.num_bytes, dtype=torch.uint8, device=self._device)
