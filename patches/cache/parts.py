@@ -215,6 +215,7 @@ class Parts:
             config,
             costs=lambda: tree.terms.costs,
             num_slots_needed=lambda: tiers.prefetches.num_slots_needed,
+            asked_bytes=lambda: tiers.host_room.asked_bytes,
             mark_dirty=tree.background_clock.mark_dirty,
             spent_s=tree.background_clock.spent_s,
             ranks=tree.ranks,

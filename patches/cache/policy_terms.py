@@ -55,7 +55,7 @@ class PolicyTerms:
         self.advanced = Signal[[]]()
         self.costs_changed = Signal[[CostSnapshot]]()
         self.reuse = ReuseTracker()
-        self.now_s, self.congestion = 0.0, 1.0
+        self.now_s = 0.0
         self.costs = CostSnapshot(
             PrefillCost(config.prefill.fixed_s, config.prefill.per_token_s, config.prefill.per_pair_s), START_LOADS, {}
         )
@@ -89,7 +89,6 @@ class PolicyTerms:
         if self._first_stamp_s is None:
             self._first_stamp_s = stamp_s
         self.now_s = max(self.now_s, stamp_s - self._first_stamp_s)
-        self.congestion = congestion
         if costs.copy != self.costs.copy:  # no step of a node depends on it
             self.costs = replace(self.costs, copy=costs.copy)
         self.advanced()

@@ -23,10 +23,9 @@ WORTH_TELLING = 0.1
 
 
 class LearnedTerms(LogicalTime, Protocol):
-    """Time, the costs that were learned, and how many requests a second of computing delays."""
+    """Time, and the costs that were learned."""
 
     costs: CostSnapshot
-    congestion: float
 
 
 class AlphaPolicy(Protocol):
@@ -94,7 +93,7 @@ class QualityControl:
             return len(steps)
         if self.target.quality == 1.0:
             return _num_exact(steps)
-        return self.target.num_affordable(self.shares_of(steps), self.terms.congestion)
+        return self.target.num_affordable(self.shares_of(steps))
 
     def _num_above_floor(self, req: QueuedRequest | None, steps: Steps) -> int:
         floor = 0.0 if req is None or is_shadow_name(req.extra_key) else self.floors.of_request(req)

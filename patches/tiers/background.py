@@ -67,8 +67,8 @@ class SsdRoom(Protocol):
 
 @dataclass(eq=False, repr=False)
 class BackgroundDemotion:
-    """Keeps room free on every tier. ``num_slots_needed``: what the next requests will take; ``spent_s``: since this
-    round began; ``mark_dirty``: there is more to be done."""
+    """Keeps room free on every tier. ``num_slots_needed``: what the next requests will take; ``asked_bytes``: what is
+    asked for on the host at a time; ``spent_s``: since this round began; ``mark_dirty``: there is more to be done."""
 
     nodes: Mapping[int, Node]
     allocator: Allocator
@@ -86,6 +86,7 @@ class BackgroundDemotion:
     _: KW_ONLY
     costs: Callable[[], CostSnapshot]
     num_slots_needed: Callable[[], int]
+    asked_bytes: Callable[[], int]
     mark_dirty: Marking
     spent_s: Callable[[], float]
     ranks: Ranks
@@ -241,12 +242,12 @@ class BackgroundDemotion:
         return self.room.room()[Tier.HOST] - self._prepared_bytes()
 
     def _keep_host_room(self) -> int:
-        """Below the low watermark of free host memory, or what is asked for at a time, nodes shrink, go on to the SSD,
-        or are dropped, up to the high one, or to what was missing last."""
+        """Below the low watermark of free host memory, or where an SSD is below what is asked for at a time, nodes
+        shrink, go on to the SSD, or are dropped, up to the high one, or to what was missing last."""
         host, num_nodes = self.storage.host, 0
         self.host_forms.repack()
         free = self._free_on_host()
-        usual = min(self.room.asked_bytes, int(MOST_NEEDED_SHARE * host.num_bytes))
+        usual = 0 if self.storage.ssd is None else min(self.asked_bytes(), int(MOST_NEEDED_SHARE * host.num_bytes))
         low, high = (max(int(share * host.num_bytes), usual) for share in (HOST_LOW_SHARE, HOST_HIGH_SHARE))
         if free < low or self.room.wanted_bytes:
             # Pieces of one entry free it only together, so what is counted as free may not be all that can be had.

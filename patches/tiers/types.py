@@ -196,12 +196,10 @@ class Plans(Protocol):
 
 
 class HostMemory(Protocol):
-    """Room in host memory: ``copying_bytes`` are on their way into it, ``wanted_bytes`` were not to be had,
-    ``asked_bytes`` are asked for at a time."""
+    """Room in host memory: ``copying_bytes`` are on their way into it, ``wanted_bytes`` were not to be had."""
 
     copying_bytes: int
     wanted_bytes: int
-    asked_bytes: int
 
     @property
     def is_busy(self) -> bool: ...

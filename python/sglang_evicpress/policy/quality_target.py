@@ -19,8 +19,6 @@ EARLY_GAIN, EARLY_HITS = 0.1, 20.0  # the gain at first, and the usual hits afte
 MOST_RISE = 0.3  # of log alpha, by one hit: without a bound a single long one decides
 REFUSED_SHARE = 0.7  # of a loss that was not served, for alpha: what is refused costs time and not quality
 MAX_CREDIT = 500  # usual hits whose unspent allowance is kept
-MOST_OVERDRAFT = 50  # usual hits whose allowance may be served on trust,
-OVERDRAFT_SHARE = 0.05  # of all that there were, so that the mean of all falls no further below
 MEMORY = 500  # hits over which the figures shown are averaged
 _ROUNDING = 1e-9  # of a mean quality
 _SIZE_MEMORY = 50  # hits, for the tokens of a usual one
@@ -89,12 +87,11 @@ class QualityTarget:
 
     # ---- what may be served
 
-    def num_affordable(self, parts: Sequence[Share], congestion: float = 1.0) -> int:
-        """Number of the first ``parts`` of a prefix, which follow each other, that may be served now. Where a second
-        of recomputing delays ``congestion`` requests, some is served on trust."""
+    def num_affordable(self, parts: Sequence[Share]) -> int:
+        """Number of the first ``parts`` of a prefix, which follow each other, that may be served now."""
         if all(part.lost <= 0.0 for part in parts):
             return len(parts)
-        credit, correction = self.credit + self._overdraft(congestion) if self.quality < 1.0 else 0.0, self.correction
+        credit, correction = self.credit if self.quality < 1.0 else 0.0, self.correction
         affordable, num_tokens, lost = 0, 0, 0.0
         for number, part in enumerate(parts, start=1):
             num_tokens += part.num_tokens
@@ -125,12 +122,6 @@ class QualityTarget:
         gain = max(GAIN, EARLY_GAIN / (1.0 + self._usual_hits / EARLY_HITS))
         self._log_factor += min(gain * max(over / usual, -1.0), MOST_RISE)
         self._log_factor = min(max(self._log_factor, math.log(_LEAST_FACTOR)), math.log(_MOST_FACTOR))
-
-    def _overdraft(self, congestion: float) -> float:
-        """Tokens that may be lost beyond the credit: alpha is to win them back, as it would do less for what is
-        refused, and nobody waits for that."""
-        hits = min(MOST_OVERDRAFT, OVERDRAFT_SHARE * self._usual_hits)
-        return hits * (1.0 - 1.0 / congestion) * (1.0 - self.quality) * self._usual_tokens
 
     @property
     def _usual_tokens(self) -> float:

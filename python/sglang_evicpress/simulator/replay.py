@@ -186,7 +186,7 @@ class Replay:
     def _affordable(self, path: list[Node], target: QualityTarget, now: float) -> int:
         """Number of the path's nodes that the target lets be served; tells it of the hit, and the policy of alpha."""
         parts = [Share(node.num_tokens, node.num_tokens * (1.0 - node.lineage * node.quality)) for node in path]
-        kept = target.num_affordable(parts, self.queue.congestion(now))
+        kept = target.num_affordable(parts)
         served, refused = (
             Share(sum(part.num_tokens for part in some), math.fsum(part.lost for part in some))
             for some in (parts[:kept], parts[kept:])

@@ -227,6 +227,7 @@ def background(
         SimpleNamespace(ssd_write_gb_per_day=None),
         costs=lambda: COSTS,
         num_slots_needed=lambda: 0,
+        asked_bytes=lambda: 0,
         mark_dirty=lambda *, at_once=False: None,
         spent_s=lambda: 0.0,
         ranks=Ranks(None),

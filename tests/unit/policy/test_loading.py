@@ -64,12 +64,13 @@ def test_what_a_tier_was_asked_for_before_comes_first() -> None:
     assert num_worth_loading(both, COSTS, waits={Tier.SSD: 7.5}) == 2
 
 
-def test_every_piece_pays_the_fixed_cost_of_its_transfer_and_of_decoding() -> None:
+def test_every_piece_pays_the_fixed_cost_of_its_transfer_and_for_decoding_its_bytes() -> None:
     assert num_worth_loading(_path((4, Tier.SSD, 2)), COSTS) == 0  # 4 + 2 s against 4 s
     assert num_worth_loading(_path((8, Tier.SSD, 2)), COSTS) == 1
     assert num_worth_loading(_path(*[(4, Tier.SSD, 1)] * 2), COSTS) == 0  # 2 x 5 s against 8 s
-    assert num_worth_loading(_path((7, Tier.SSD, 2), codec="int8"), COSTS) == 0  # 6 + 1.2 s against 7 s
-    assert num_worth_loading(_path((8, Tier.SSD, 2), codec="int8"), COSTS) == 1
+    assert num_worth_loading(_path((7, Tier.SSD, 2), codec="int8"), COSTS) == 1  # 6 + 0.2 s against 7 s
+    assert num_worth_loading(_path((7, Tier.SSD, 2.9), codec="int8"), COSTS) == 0  # 6.9 + 0.29 s
+    assert num_worth_loading(_path((7, Tier.SSD, 2.9)), COSTS) == 1
 
 
 def test_what_is_on_the_host_comes_in_one_load_however_many_nodes_it_is() -> None:

@@ -100,20 +100,6 @@ def test_only_what_can_be_paid_for_is_affordable() -> None:
     assert target.num_affordable([bad]) == 0
 
 
-def test_what_would_delay_others_is_served_on_trust_up_to_a_share_of_what_was_earned() -> None:
-    target, bad = QualityTarget(0.97), Share(1000, 100.0)
-    assert target.num_affordable([bad], congestion=8.0) == 0  # nothing was earned yet
-    for _ in range(400):
-        target.note_hit(ALLOWED)
-    assert target.num_affordable([bad]) == 0
-    num_on_trust = 0
-    while target.num_affordable([bad], congestion=8.0):
-        target.note_hit(bad)
-        num_on_trust += 1
-    assert 0 < num_on_trust * 70.0 <= 0.05 * 410 * 30.0
-    assert target.num_affordable([bad]) == 0
-
-
 def test_exact_kv_is_served_whatever_is_owed() -> None:
     target = QualityTarget(0.97)
     target.note_hit(Share(100_000, 20_000))
