@@ -12,7 +12,7 @@ from sglang_evicpress.patches.tree.types import Node
 
 MOST_ROUNDS = 8  # of plans for one allocation, each for twice as much as the last
 MOST_GIVEN_UP = 64  # copies, for one allocation, and SSD entries between two ticks: some milliseconds
-MOST_USELESS = 16  # copies that would free nothing, for one allocation
+MOST_PINNED = 16  # copies that are passed over, as they are being read, for one allocation
 ASKED_KEPT = 0.98  # of what was asked for at a time, with each time that less was
 MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
 
@@ -110,33 +110,21 @@ class HostRoom:
     def _room_of_spare_copies(self, num_bytes: int, keep: Collection[int], *, keeps_planned: bool) -> Runs | None:
         arena = self.storage.host.arena
         kept, num_given_up = set(keep), 0
-        while num_given_up < MOST_GIVEN_UP and len(kept) < len(keep) + MOST_USELESS:
+        while num_given_up < MOST_GIVEN_UP and len(kept) < len(keep) + MOST_PINNED:
             node_id = self.placement.next_spare(kept, keeps_planned=keeps_planned)
             if node_id is None:
                 return None
-            entry = self.nodes[node_id].kv.copies[Tier.HOST].entry
-            if entry.pins or not self._are_spare(entry.owners, kept, keeps_planned=keeps_planned):
+            node = self.nodes[node_id]
+            if node.kv.copies[Tier.HOST].entry.pins:
                 kept.add(node_id)  # its memory would not be free
-                if len(entry.owners) > 1:
-                    self.placement.spare_later(node_id)
                 continue
-            for owner_id in sorted(entry.owners):
-                owner = self.nodes[owner_id]
-                self.placement.remove_copy(owner, Tier.HOST)
-                self.changes.changed(owner)
-                num_given_up += 1
+            self.placement.remove_copy(node, Tier.HOST)
+            self.changes.changed(node)
+            num_given_up += 1
             runs = arena.alloc(num_bytes) if arena.extents.free_bytes >= num_bytes else None
             if runs is not None:
                 return runs
         return None
-
-    def _are_spare(self, node_ids: Collection[int], keep: Collection[int], *, keeps_planned: bool) -> bool:
-        return all(
-            self.nodes[node_id].value is not None
-            and node_id not in keep
-            and not (keeps_planned and self.placement.is_to_leave(node_id))
-            for node_id in node_ids
-        )
 
     def _room_of_what_is_on_ssd(self, num_bytes: int) -> Runs | None:
         """Release what the SSD has as well, least useful first. The pieces of an entry free its memory only together:

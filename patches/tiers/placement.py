@@ -216,17 +216,9 @@ class Placement:
         """These nodes are to leave the GPU soon, the first first; what they have on the host is given up last."""
         self._redundant.plan(node_ids)
 
-    def is_to_leave(self, node_id: int) -> bool:
-        """True if it was told by ``plan_to_leave``, and has a copy on the host."""
-        return self._redundant.is_planned(node_id)
-
     def next_spare(self, keep: Collection[int], *, keeps_planned: bool) -> int | None:
         """See ``RedundantHostCopies.next``."""
         return self._redundant.next(keep, keeps_planned=keeps_planned)
-
-    def spare_later(self, node_id: int) -> None:
-        """The host copy of this node is given up last: other nodes have pieces of it."""
-        self._redundant.add(node_id, is_coldest=True)
 
     def spare_ssd_entries(self, limit: int) -> list[SsdEntry]:
         return self._ssd_spare.first(limit)

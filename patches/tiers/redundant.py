@@ -45,9 +45,6 @@ class RedundantHostCopies:
         for node_id in reversed(former):
             self.add(node_id, is_coldest=True)
 
-    def is_planned(self, node_id: int) -> bool:
-        return node_id in self._planned
-
     def next(self, keep: Collection[int], *, keeps_planned: bool) -> int | None:
         """The node whose copy is to be given up first: the hottest, it is the last to need it, and a planned one only
         when there is no other. ``keep``: a few nodes that keep theirs."""

@@ -19,16 +19,16 @@ def seconds_lost(
     planner: Planner,
     costs: CostSnapshot,
     value_of_hit: float,
-    room: Mapping[Tier, int] | None = None,
+    host_price: float = 0.0,
 ) -> float:
     """Loss of a plan, in seconds of a request that runs now: the utility by which EvicPress weighs
-    (section 4.2), in units of a use that is certain, and what the host loses next for the bytes that it is to hold,
-    where few are free (``room``): spare copies count as free, and are that no more once their node has left the GPU. Of
-    a policy that has no utility, what is dropped counts, computed once."""
+    (section 4.2), in units of a use that is certain, and ``host_price`` for each byte that the host is to hold more
+    (``Planner.price_of_room``): spare copies count as free, and are that no more once their node has left the GPU. Of a
+    policy that has no utility, what is dropped counts, computed once."""
     if planner.has_utility:
         lost = sum(decision.loss for decision in decisions)
-        if room is not None and Tier.HOST in room:
-            lost += planner.price_of_room(Tier.HOST, room[Tier.HOST]) * max(0, _held_more(decisions, Tier.HOST))
+        if host_price > 0.0:
+            lost += host_price * max(0, _held_more(decisions, Tier.HOST))
         return lost / value_of_hit
     candidates = planner.index.candidates
     dropped = [candidates[decision.node_id] for decision in decisions if decision.option.is_drop]
