@@ -139,17 +139,15 @@ class Eviction:
         ``may_force``."""
         controller, planner, costs = self.controller, self.controller.planner, self.costs()
         slot_bytes, lower_copies_of = self.slot_bytes, self.lower_copies_of
-        room = self.room()
-        patient = planner.plan(Tier.GPU, wanted * slot_bytes, room)
+        patient = planner.plan(Tier.GPU, wanted * slot_bytes, self.room())
         (num_copies, num_bytes), wastes = copies_to_make(patient, lower_copies_of), is_wasteful(patient, planner)
         if not num_copies and not wastes:
             return controller.execute(patient, at_once=True)
         urgent = planner.plan(Tier.GPU, needed * slot_bytes, lower_copies_of=lower_copies_of)
         # On a device a copy is only queued, and the next pass waits behind it for as long as a load takes.
         copy_s = max(costs.copy_seconds(num_copies, num_bytes), costs.load_seconds(Tier.HOST, num_bytes))
-        price = planner.price_of_room(Tier.HOST, room.get(Tier.HOST, 0))
         lost_s, lost_without_copies_s = (
-            seconds_lost(plan, planner, costs, controller.value_of_hit, price) for plan in (patient, urgent)
+            seconds_lost(plan, planner, costs, controller.value_of_hit) for plan in (patient, urgent)
         )
         is_enough = sum(decision.freed_bytes for decision in urgent) >= needed * slot_bytes
         is_urgent = is_enough and lost_without_copies_s <= lost_s + copy_s

@@ -11,7 +11,7 @@ from sglang_evicpress.policy.base import Policy
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.explain import explain
 from sglang_evicpress.policy.index import NodeIndex
-from sglang_evicpress.policy.plan import SCARCE_SHARE, Plan
+from sglang_evicpress.policy.plan import Plan
 from sglang_evicpress.policy.promotion import CLEARLY, MAX_OPTIONS, Budget, PromotionSearch
 from sglang_evicpress.policy.rewrites import plan_rewrites
 from sglang_evicpress.policy.rules.adaptcache import AdaptCachePolicy
@@ -166,17 +166,10 @@ class Planner:
         None for a policy that has no utility."""
         if not isinstance(self.policy, EvicPressPolicy):
             return []
-        price = CLEARLY * self.price_of_room(tier, room, FULL_SHARE)  # else the node that loses least would stay
-        return plan_rewrites(self.policy, nodes, price)
-
-    def price_of_room(self, tier: Tier, room: int, scarce_share: float = SCARCE_SHARE) -> float:
-        """Utility that a byte of a tier with ``room`` free bytes is worth: that of its next step, and nothing until
-        less than ``scarce_share`` of it is free."""
-        if room >= scarce_share * (room + self.index.num_bytes[tier]):
-            return 0.0
-        first = self.index.first(tier)
-        price = 0.0 if first is None else max(0.0, first[1].key)
-        return price if math.isfinite(price) else 0.0
+        price = 0.0
+        if room < FULL_SHARE * (room + self.index.num_bytes[tier]) and (first := self.index.first(tier)) is not None:
+            price = max(0.0, first[1].key) * CLEARLY  # else the node that loses least would stay as it is
+        return plan_rewrites(self.policy, nodes, price if math.isfinite(price) else 0.0)
 
     def explain(self, node_id: int, value_of_hit: float = 1.0) -> dict[str, object]:
         """See ``explain.explain``. KeyError for a node that is not in the index."""

@@ -14,31 +14,15 @@ SEARCHED_FROM_S = 0.05
 saves a tenth of the loss where it finds anything."""
 
 
-def seconds_lost(
-    decisions: Sequence[Decision],
-    planner: Planner,
-    costs: CostSnapshot,
-    value_of_hit: float,
-    host_price: float = 0.0,
-) -> float:
+def seconds_lost(decisions: Sequence[Decision], planner: Planner, costs: CostSnapshot, value_of_hit: float) -> float:
     """Loss of a plan, in seconds of a request that runs now: the utility by which EvicPress weighs
-    (section 4.2), in units of a use that is certain, and ``host_price`` for each byte that the host is to hold more
-    (``Planner.price_of_room``): spare copies count as free, and are that no more once their node has left the GPU. Of a
-    policy that has no utility, what is dropped counts, computed once."""
+    (section 4.2), in units of a use that is certain. Of a policy that has none, what is dropped counts, computed once.
+    """
     if planner.has_utility:
-        lost = sum(decision.loss for decision in decisions)
-        if host_price > 0.0:
-            lost += host_price * max(0, _held_more(decisions, Tier.HOST))
-        return lost / value_of_hit
+        return sum(decision.loss for decision in decisions) / value_of_hit
     candidates = planner.index.candidates
     dropped = [candidates[decision.node_id] for decision in decisions if decision.option.is_drop]
     return sum(costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens) for candidate in dropped)
-
-
-def _held_more(decisions: Sequence[Decision], tier: Tier) -> int:
-    """Bytes that a tier holds more after a plan."""
-    arriving = sum(decision.option.num_bytes for decision in decisions if decision.option.tier == tier)
-    return arriving - sum(decision.source.num_bytes for decision in decisions if decision.source.tier == tier)
 
 
 class Congestion:

@@ -31,22 +31,6 @@ def test_the_utility_lost_is_in_units_of_one_certain_use() -> None:
     assert seconds_lost([], planner, COSTS, 8.0) == 0.0
 
 
-def test_bytes_that_the_host_is_to_hold_count_where_few_are_free() -> None:
-    menu = Menu((), (Tier.GPU, Tier.HOST))
-    planner = make_planner("evicpress", menu, alpha=1.0, costs=COSTS)
-    planner.add_all(
-        [make_node(1, menu=menu, tokens=3000, tier=Tier.HOST), make_node(2, menu=menu, tokens=50, tier=Tier.GPU)]
-    )
-    price = planner.price_of_room(Tier.HOST, 0)
-    assert price > 0.0 and planner.price_of_room(Tier.HOST, 10**9) == 0.0
-    plan = [decision(2, Option(EXACT, Tier.HOST, 100), 6.0)]
-    moved = [*plan, decision(1, DROP, 2.0, source=Option(EXACT, Tier.HOST, 40))]
-    assert seconds_lost(plan, planner, COSTS, 8.0) == pytest.approx(6.0 / 8.0)
-    assert seconds_lost(plan, planner, COSTS, 8.0, price) == pytest.approx((6.0 + 100 * price) / 8.0)
-    assert seconds_lost(moved, planner, COSTS, 8.0, price) == pytest.approx((8.0 + 60 * price) / 8.0)
-    assert seconds_lost([decision(2, DROP, 6.0)], planner, COSTS, 8.0, price) == pytest.approx(6.0 / 8.0)
-
-
 def test_of_a_policy_without_utility_what_is_dropped_counts_without_the_fixed_cost() -> None:
     menu = Menu((), (Tier.GPU, Tier.HOST))
     planner = make_planner("lru", menu, alpha=1.0, costs=COSTS)
