@@ -231,7 +231,7 @@ def _transfer_cost(fit: Fit) -> TransferCost:
 
 
 def _beyond(cost: TransferCost, raw: TransferCost) -> TransferCost:
-    """What a load takes more than one of as many raw bytes."""
+    """Cost of a load beyond that of as many raw bytes."""
     per_byte_s = 1.0 / cost.bytes_per_s - 1.0 / raw.bytes_per_s
     fixed_s = max(0.0, cost.fixed_s - raw.fixed_s)
     return TransferCost(fixed_s, 1.0 / per_byte_s if per_byte_s > _MIN_PER_BYTE_S else FREE_DECODE.bytes_per_s)

@@ -330,14 +330,17 @@ def test_random_walks_on_one_store_that_loses_and_changes_values_keep_every_row(
         walk.check_rows()
         walk.check_nothing_leaks()
     assert sum(counts(walk, "published")[0] for walk in walks) > 3
-    tokens = [seed, *some_tokens(walks[0], 119)]
     for walk in walks:
         walk.reset()
         walk.settle()
         walk.stamp(DEAR)
-    walks[0].serve(tokens)
-    published(walks[0])
-    assert walks[1].serve([*tokens, 59]) >= 100
+    found = list[int]()
+    while len(found) < 5 and max(found, default=0) < 100:  # the first need not wait for a store that lost so much
+        tokens = [seed, *some_tokens(walks[0], 119)]
+        walks[0].serve(tokens)
+        published(walks[0])
+        found.append(walks[1].serve([*tokens, 59]))
+    assert found[-1] >= 100, found
 
 
 def test_a_server_that_makes_nothing_lossy_takes_nothing_lossy(sharing: Sharing) -> None:
