@@ -69,9 +69,6 @@ class TransferCost:
 START_COPY = TransferCost(1e-3, 4e9)
 """Cost of copying off the GPU before any was observed."""
 
-FREE_DECODE = TransferCost(0.0, 1e15)
-"""Cost of decoding where stored bytes take no longer than raw ones."""
-
 
 @dataclass(frozen=True, slots=True)
 class CostSnapshot:
@@ -125,20 +122,22 @@ class CostSnapshot:
     def drifted_from(self, other: CostSnapshot, tolerance: float) -> bool:
         """True if a predicted duration differs from that of ``other`` by more than ``tolerance`` of the latter.
 
-        Compared at 64 KiB to 4 GiB for every tier and codec, at 64 to 16384 new tokens behind 0 to 65536 for prefill;
-        a tier that only one of the two has counts as a difference. Raises ValueError unless tolerance >= 0.
+        Compared at 64 KiB to 4 GiB for every tier, by each codec for the fastest, and at 64 to 16384 new tokens behind
+        0 to 65536 for prefill; a tier that only one of the two has counts as a difference. Raises ValueError unless
+        tolerance >= 0.
         """
         if not (math.isfinite(tolerance) and tolerance >= 0.0):
             raise ValueError(f"tolerance is {tolerance!r}: expected a finite share, 0 or more")
         if self.load.keys() != other.load.keys():
             return True
         pairs = [(self.prefill.seconds(*chunk), other.prefill.seconds(*chunk)) for chunk in _REFERENCE_CHUNKS]
-        for codec in ("raw", *(self.decode.keys() | other.decode.keys())):
-            for tier in self.load:
-                pairs += [
-                    (self.load_seconds(tier, size, codec), other.load_seconds(tier, size, codec))
-                    for size in _REFERENCE_BYTES
-                ]
+        loads = [(tier, "raw") for tier in self.load]  # decoding takes the same from every tier
+        loads += [(tier, codec) for tier in sorted(self.load)[:1] for codec in self.decode.keys() | other.decode.keys()]
+        pairs += [
+            (self.load_seconds(tier, size, codec), other.load_seconds(tier, size, codec))
+            for tier, codec in loads
+            for size in _REFERENCE_BYTES
+        ]
         return any(abs(mine - its) > tolerance * its for mine, its in pairs)
 
 
@@ -233,8 +232,7 @@ def _transfer_cost(fit: Fit) -> TransferCost:
 def _beyond(cost: TransferCost, raw: TransferCost) -> TransferCost:
     """Cost of a load beyond that of as many raw bytes."""
     per_byte_s = 1.0 / cost.bytes_per_s - 1.0 / raw.bytes_per_s
-    fixed_s = max(0.0, cost.fixed_s - raw.fixed_s)
-    return TransferCost(fixed_s, 1.0 / per_byte_s if per_byte_s > _MIN_PER_BYTE_S else FREE_DECODE.bytes_per_s)
+    return TransferCost(max(0.0, cost.fixed_s - raw.fixed_s), 1.0 / max(per_byte_s, _MIN_PER_BYTE_S))
 
 
 def _pairs(num_tokens: int, depth_tokens: int) -> float:
