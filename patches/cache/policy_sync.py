@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -231,12 +231,20 @@ class PolicySync:
         if search is None:
             return []
         decisions = search.plan(room, Budget(num_bytes, 1.0, MOST_PROMOTED), held)
-        return [decision for decision in decisions if decision.is_promotion and self._may_rise(decision)]
+        return list(self._allowed(decisions))
 
-    def _may_rise(self, decision: Decision) -> bool:
-        """True if it brings a node onto the GPU, whose tenant may hold it there."""
-        added = decision.option.num_bytes - (decision.source.num_bytes if decision.source.tier == Tier.GPU else 0)
-        return decision.option.tier == Tier.GPU and added <= self.tenant_plans.room_of(decision.node_id, Tier.GPU)
+    def _allowed(self, decisions: Iterable[Decision]) -> Iterator[Decision]:
+        """Those that bring nodes onto the GPU, all of which together their tenants may hold there."""
+        added = Counter[str | None]()
+        for decision in decisions:
+            if not decision.is_promotion or decision.option.tier != Tier.GPU:
+                continue
+            tenant = self.tenant_plans.tenant_of(decision.node_id)
+            former = decision.source.num_bytes if decision.source.tier == Tier.GPU else 0
+            num_bytes = added[tenant] + decision.option.num_bytes - former
+            if num_bytes <= self.tenant_plans.room_of(decision.node_id, Tier.GPU):
+                added[tenant] = num_bytes
+                yield decision
 
     def held_bytes(self, tier: Tier) -> int:
         """Bytes that nodes hold on a tier."""

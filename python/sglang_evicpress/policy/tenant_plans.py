@@ -90,6 +90,10 @@ class TenantPlans:
                 if excess > 0 and index.num_bytes[tier] > index.locked_bytes[tier]:
                     yield name, tier, excess
 
+    def tenant_of(self, node_id: int) -> str | None:
+        """The tenant with limits whose node it is."""
+        return self._tenant_of.get(node_id)
+
     def room_of(self, node_id: int, tier: Tier) -> float:
         """Bytes that the tenant of a node may hold on a tier beyond what it does; infinite where it has no limit."""
         name = self._tenant_of.get(node_id)

@@ -125,6 +125,21 @@ def test_room_that_is_only_counted_as_free_below_is_made(opened: Callable[..., T
     assert walk.decided()["demote"]["over_limit"] > 0 and walk.match(list(range(100, 200)), LAW) == 0
 
 
+def test_what_is_promoted_together_fits_the_limit_together(opened: Callable[..., TenantWalk]) -> None:
+    walk = opened(is_exact=True)
+    walk.serve(list(range(200, 240)), LAW)
+    walk.stamp(DEAR)
+    for first in (0, 100):  # of more worth, as they are younger
+        walk.serve(list(range(first, first + 14)), LAW)
+        walk.cache.parts.admin.demote_node(max(walk.cache.nodes), Tier.HOST)
+        walk.settle()
+    policy, free = walk.tree.policy, 100 * SLOT_BYTES  # each would fit beside the 40 slots there
+    while not policy.look_for_promotions(()):
+        pass
+    decisions = policy.plan_promotions(free, {**walk.tiers.host_room.room(), Tier.GPU: free}, ())
+    assert walk.held("law") == 40 and [decision.option.num_bytes for decision in decisions] == [14 * SLOT_BYTES]
+
+
 @pytest.mark.parametrize(("seed", "page_size", "has_ssd"), [(0, 1, True), (1, 4, False), (2, 16, True)])
 def test_random_walks_hold_the_limits_and_every_row(
     opened: Callable[..., TenantWalk], seed: int, page_size: int, has_ssd: bool
