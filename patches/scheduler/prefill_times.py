@@ -129,11 +129,14 @@ class PrefillTimes:
         if self._num_seen > NUM_WARM_UP and seconds > 0.0:
             self._pending.append((chunks, seconds))
             if len(self._pending) >= MOST_PENDING:
-                self.learn(is_idle=True)
+                self._learn(1)
 
     def learn(self, *, is_idle: bool) -> None:
-        """Learn from the batches that were timed, the first first; while others run, of those that are too many."""
-        num_due = len(self._pending) if is_idle else max(0, len(self._pending) - MOST_PATIENT)
+        """Learn from the batches that were timed, the first first; while others run, from one, where they are too
+        many."""
+        self._learn(len(self._pending) if is_idle else int(len(self._pending) > MOST_PATIENT))
+
+    def _learn(self, num_due: int) -> None:
         for chunks, seconds in self._pending[:num_due]:
             self._model.observe_prefill(chunks, seconds)
         self.num_observed += num_due
