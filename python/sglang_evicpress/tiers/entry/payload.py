@@ -228,13 +228,16 @@ class PayloadCopier:
         if codec != "raw":
             decoded = self._decoded(layer, arena, runs, extent, begin, len(slots), num_slots, codec)
             for buffer, rows in zip(self._buffers[layer], decoded, strict=True):
-                buffer.index_copy_(0, slots, rows)
+                if self._is_cuda:
+                    buffer.index_copy_(0, slots, rows)
+                else:
+                    _words(buffer)[_selector(slots)] = _words(rows)  # three times as fast
             return
         offset = extent.offset
         for buffer in self._buffers[layer]:
             row = _row_bytes(buffer)
             rows = _rows(buffer, arena, runs, offset + begin * row, len(slots))
-            _words(buffer)[_selector(slots)] = _words(rows)  # three times as fast as index_copy_
+            _words(buffer)[_selector(slots)] = _words(rows)
             offset += num_slots * row
 
     def finish_layers(self) -> Any:
