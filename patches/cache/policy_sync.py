@@ -238,7 +238,7 @@ class PolicySync:
         return list(self._allowed(decisions))
 
     def _allowed(self, decisions: Iterable[Decision]) -> Iterator[Decision]:
-        """Those that bring nodes onto the GPU, all of which together their tenants may hold there."""
+        """Decisions that bring nodes onto the GPU, which their tenants may hold there all together."""
         added = Counter[str | None]()
         for decision in decisions:
             if not decision.is_promotion or decision.option.tier != Tier.GPU:
