@@ -131,13 +131,22 @@ class HostRoom:
         return None
 
     def _room_of_dropped(self, num_bytes: int) -> Runs | None:
-        """Drop what a plan that has time would drop, but for what waiting requests ask for."""
+        """Drop what a plan that has time would drop, but for what waiting requests ask for and what would free nothing.
+        Not where there are other ranks: they may be about to carry out a plan that they have agreed on."""
         arena = self.storage.host.arena
         missing = num_bytes - arena.extents.free_bytes
-        plan = self.plans.plan_ahead(Tier.HOST, missing, self.room(), MOST_DROPPED) if missing > 0 else ()
+        if missing <= 0 or not self.storage.ranks.is_alone:
+            return None
+        plan = self.plans.plan_ahead(Tier.HOST, missing, self.room(), MOST_DROPPED)
         drops = [one for one in plan if one.option.is_drop and one.source.tier == Tier.HOST]
-        self.execute([one for one in drops if not self.nodes[one.node_id].kv.queued_hits])
+        self.execute([one for one in drops if self._may_go(self.nodes[one.node_id])])
         return arena.alloc(num_bytes)
+
+    @staticmethod
+    def _may_go(node: Node) -> bool:
+        """True if nothing of a node is in use, and no child of it is left."""
+        copy = node.kv.copies.get(Tier.HOST)
+        return copy is not None and not (copy.entry.pins or node.kv.job or node.children or node.kv.queued_hits)
 
     def _room_of_what_is_on_ssd(self, num_bytes: int) -> Runs | None:
         """Release what the SSD has as well, least useful first. The pieces of an entry free its memory only together:

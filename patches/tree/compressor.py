@@ -167,6 +167,7 @@ class Compressor:
         """Within this, ``compress`` of each of these (its arguments) gives what was made of all of them at the begin,
         when ranks agreed once for all. Each must come to that, unless it is given up. Nothing where there is one rank.
         """
+        former = self._ahead  # of a plan around this one, which is still to be carried out
         if self._group is not None and len(asked) > 1:
             even = [(form, node, kept) for form, node, kept in asked if isinstance(kept, int)]
             placed = self._placed_by_all([(partial(self._choose, *each), each[2]) for each in even])
@@ -174,7 +175,7 @@ class Compressor:
         try:
             yield
         finally:
-            self._ahead = {}
+            self._ahead = former
 
     def _choose(self, form: Form, node: NodeSlots, num_kept: int) -> Chosen:
         given = self._input(node)

@@ -384,6 +384,7 @@ def test_whoever_waits_takes_the_memory_of_what_would_be_dropped_anyhow() -> Non
     waits, old, other, held = world.nodes.values()
     for node in (waits, old, other, held):
         world.placement.note_left_gpu(node)
+        node.children.clear()
     waits.kv.queued_hits[1] = 1
     on_host = Option(EXACT, Tier.HOST, 4096)
     plan = [Decision(node.id, on_host, DROP, 4096) for node in (waits, old)]
