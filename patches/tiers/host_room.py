@@ -98,12 +98,12 @@ class HostRoom:
         is_enough = num_bytes <= self.room()[Tier.HOST]
         if is_enough:
             runs = self._room_of_spare_copies(num_bytes, keep, keeps_planned=keeps_planned)
-        if runs is None and not keeps_planned:
-            runs = self._room_of_dropped(num_bytes)
-        if runs is None and self.storage.ssd is not None and not keeps_planned:
-            runs = self._room_of_what_is_on_ssd(num_bytes)
+        for make in () if keeps_planned else (self._room_of_dropped, self._room_of_what_is_on_ssd):
+            if runs is None:
+                runs = make(num_bytes)
             if runs is None and not is_enough and num_bytes <= self.room()[Tier.HOST]:
-                runs = self._room_of_spare_copies(num_bytes, keep, keeps_planned=keeps_planned)
+                is_enough = True
+                runs = self._room_of_spare_copies(num_bytes, keep, keeps_planned=False)
         return runs
 
     def _is_coming(self, num_bytes: int) -> bool:
@@ -134,7 +134,8 @@ class HostRoom:
         """Drop what a plan that has time would drop, but for what waiting requests ask for and what would free nothing.
         Not where there are other ranks: they may be about to carry out a plan that they have agreed on."""
         arena = self.storage.host.arena
-        missing = num_bytes - arena.extents.free_bytes
+        room = self.room()[Tier.HOST]  # with spare copies, which do for the rest where they are not enough
+        missing = num_bytes - (room if room < num_bytes else arena.extents.free_bytes)
         if missing <= 0 or not self.storage.ranks.is_alone:
             return None
         plan = self.plans.plan_ahead(Tier.HOST, missing, self.room(), MOST_DROPPED)
@@ -151,6 +152,8 @@ class HostRoom:
     def _room_of_what_is_on_ssd(self, num_bytes: int) -> Runs | None:
         """Release what the SSD has as well, least useful first. The pieces of an entry free its memory only together:
         more may have to go than was missing."""
+        if self.storage.ssd is None:
+            return None
         arena = self.storage.host.arena
         missing = num_bytes - arena.extents.free_bytes
         for _ in range(MOST_ROUNDS):

@@ -231,7 +231,7 @@ class PayloadCopier:
                 if self._is_cuda:
                     buffer.index_copy_(0, slots, rows)
                 else:
-                    _words(buffer)[_selector(slots)] = _words(rows)  # three times as fast
+                    _words(buffer)[_selector(slots)] = _words(rows)  # half of index_copy_'s time
             return
         offset = extent.offset
         for buffer in self._buffers[layer]:
