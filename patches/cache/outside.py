@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_evicpress.core import Decision, LowerCopy, NodeStats, Tier
+from sglang_evicpress.core import LowerCopy, NodeStats, Tier
 from sglang_evicpress.patches.cache.admission import LockedTree
 from sglang_evicpress.patches.profiling.quality import QualityTree
 from sglang_evicpress.patches.profiling.types import ShadowTree
@@ -59,4 +59,3 @@ class Later:
     note_drop: Callable[[Node, str, int | None], None]
     free_bytes: Callable[[Tier, int], int]
     make_room: Callable[[int], None]
-    execute: Callable[[Sequence[Decision]], object]

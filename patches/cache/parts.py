@@ -66,7 +66,6 @@ class Parts:
             note_drop=lambda node, cause, number: self.recomputation.note_drop(node, cause, number),
             free_bytes=lambda tier, num_bytes: self.controller.free_bytes(tier, num_bytes),
             make_room=lambda num_slots: self.eviction.make_room(num_slots),
-            execute=lambda decisions: self.controller.execute(decisions),
         )
         slot_bytes = compressor.slot_bytes
         tree = self.tree = TreeParts(nodes, allocator, page_size, config, compressor, identity, outside, later)

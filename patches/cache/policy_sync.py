@@ -218,10 +218,6 @@ class PolicySync:
         """See ``Planner.plan``: of what lower tiers have already, and of drops."""
         return self.planner.plan(tier, num_bytes, lower_copies_of=self.lower_copies_of())
 
-    def plan_ahead(self, tier: Tier, num_bytes: int, room: Mapping[Tier, int], most_nodes: int) -> Sequence[Decision]:
-        """See ``Planner.plan``: of copies that are yet to be made as well."""
-        return self.planner.plan(tier, num_bytes, room, most_nodes=most_nodes)
-
     def look_for_promotions(self, held: Collection[int]) -> bool:
         """Look at some nodes more; True when all were looked at, and a plan can be made."""
         if self._search is None:

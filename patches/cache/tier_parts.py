@@ -74,9 +74,7 @@ class TierParts:
         self.gpu_ops = GpuOps(
             nodes, tree.menu, config.sinks, compressor, allocator, tree.ledger, tree.changes, self.removal
         )
-        self.host_room = HostRoom(
-            nodes, tree.storage, self.placement, self.removal, tree.policy, tree.changes, later.execute
-        )
+        self.host_room = HostRoom(nodes, tree.storage, self.placement, self.removal, tree.policy, tree.changes)
         self.ssd_io = SsdIo(
             nodes,
             tree.storage,

@@ -198,7 +198,7 @@ class BackgroundDemotion:
         return copy is not None and copy.entry.write is not None
 
     def _plan_ahead(self, tier: Tier, num_bytes: int, num_nodes: int) -> Sequence[Decision]:
-        return self.plans.plan_ahead(tier, num_bytes, self.room.room(), num_nodes)
+        return self.controller.planner.plan(tier, num_bytes, self.room.room(), most_nodes=num_nodes)
 
     def _plan_to_leave(self, node_ids: Sequence[int]) -> None:
         """These are to leave the GPU soon, the first first; what they have on the host is given up last."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sglang_evicpress.core import Decision, Tier
+from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tiers.types import Changes, EntryCopies, Plans, Removals, Runs, Tiers
 from sglang_evicpress.patches.tree.types import Node
 
 MOST_ROUNDS = 8  # of plans for one allocation, each for twice as much as the last
 MOST_GIVEN_UP = 64  # copies, for one allocation, and SSD entries between two ticks: some milliseconds
-MOST_DROPPED = 32  # nodes, for one allocation: worth least, they are mostly the ends of old requests
 MOST_PINNED = 16  # copies that are passed over, as they are being read, for one allocation
 ASKED_KEPT = 0.98  # of what was asked for at a time, with each time that less was
 MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
@@ -22,7 +21,7 @@ MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
 class HostRoom:
     """Finds host memory. ``copying_bytes`` are on their way there, but for reads from the SSD; ``wanted_bytes`` were
     not to be had when asked for since the last of ``num_plans``, the most of them, ``asked_bytes`` are asked for at a
-    time, the most of late. ``execute`` carries decisions out."""
+    time, the most of late."""
 
     nodes: Mapping[int, Node]
     storage: Tiers
@@ -30,7 +29,6 @@ class HostRoom:
     removal: Removals
     plans: Plans
     changes: Changes
-    execute: Callable[[Sequence[Decision]], object]
 
     def __post_init__(self) -> None:
         self.copying_bytes = self._reading_bytes = self.wanted_bytes = self.num_plans = 0
@@ -85,9 +83,9 @@ class HostRoom:
 
     def host_room(self, num_bytes: int, *, keep: Collection[int] = (), keeps_planned: bool = False) -> Runs | None:
         """Runs of host memory: free ones, else those of redundant copies but of the nodes ``keep`` (few), last of nodes
-        that are to leave the GPU soon, else of what the policy would drop anyhow, else of what is on the SSD as well;
-        with ``keeps_planned``, for what nobody waits for, not those three. Nothing else is lost for it: what the SSD
-        does not have yet makes room when it has (see ``BackgroundDemotion``)."""
+        that are to leave the GPU soon, else of what is on the SSD as well; with ``keeps_planned``, for what nobody
+        waits for, not those two. Nothing is lost for it: what the SSD does not have yet makes room when it has (see
+        ``BackgroundDemotion``)."""
         host = self.storage.host
         num_bytes = max(1, num_bytes)  # a node may be all holes
         self.asked_bytes = max(num_bytes, int(ASKED_KEPT * self.asked_bytes))
@@ -98,12 +96,10 @@ class HostRoom:
         is_enough = num_bytes <= self.room()[Tier.HOST]
         if is_enough:
             runs = self._room_of_spare_copies(num_bytes, keep, keeps_planned=keeps_planned)
-        for make in () if keeps_planned else (self._room_of_dropped, self._room_of_what_is_on_ssd):
-            if runs is None:
-                runs = make(num_bytes)
+        if runs is None and self.storage.ssd is not None and not keeps_planned:
+            runs = self._room_of_what_is_on_ssd(num_bytes)
             if runs is None and not is_enough and num_bytes <= self.room()[Tier.HOST]:
-                is_enough = True
-                runs = self._room_of_spare_copies(num_bytes, keep, keeps_planned=False)
+                runs = self._room_of_spare_copies(num_bytes, keep, keeps_planned=keeps_planned)
         return runs
 
     def _is_coming(self, num_bytes: int) -> bool:
@@ -130,30 +126,9 @@ class HostRoom:
                 return runs
         return None
 
-    def _room_of_dropped(self, num_bytes: int) -> Runs | None:
-        """Drop what a plan that has time would drop, but for what waiting requests ask for and what would free nothing.
-        Not where there are other ranks: they may be about to carry out a plan that they have agreed on."""
-        arena = self.storage.host.arena
-        room = self.room()[Tier.HOST]  # with spare copies, which do for the rest where they are not enough
-        missing = num_bytes - (room if room < num_bytes else arena.extents.free_bytes)
-        if missing <= 0 or not self.storage.ranks.is_alone:
-            return None
-        plan = self.plans.plan_ahead(Tier.HOST, missing, self.room(), MOST_DROPPED)
-        drops = [one for one in plan if one.option.is_drop and one.source.tier == Tier.HOST]
-        self.execute([one for one in drops if self._may_go(self.nodes[one.node_id])])
-        return arena.alloc(num_bytes)
-
-    @staticmethod
-    def _may_go(node: Node) -> bool:
-        """True if nothing of a node is in use, and no child of it is left."""
-        copy = node.kv.copies.get(Tier.HOST)
-        return copy is not None and not (copy.entry.pins or node.kv.job or node.children or node.kv.queued_hits)
-
     def _room_of_what_is_on_ssd(self, num_bytes: int) -> Runs | None:
         """Release what the SSD has as well, least useful first. The pieces of an entry free its memory only together:
         more may have to go than was missing."""
-        if self.storage.ssd is None:
-            return None
         arena = self.storage.host.arena
         missing = num_bytes - arena.extents.free_bytes
         for _ in range(MOST_ROUNDS):

@@ -8,7 +8,7 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ import torch
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.controller.controller import NOT_MEASURED
-from sglang_evicpress.core import DROP, EXACT, Decision, Form, Option, Tier
+from sglang_evicpress.core import DROP, EXACT, Form, Tier
 from sglang_evicpress.patches.cache import policy_sync
 from sglang_evicpress.patches.cache.fill_replace import FillReplace
 from sglang_evicpress.patches.cache.policy_sync import PolicySync
@@ -31,7 +31,7 @@ from sglang_evicpress.patches.tiers.grafting import Grafting
 from sglang_evicpress.patches.tiers.holds import Holds
 from sglang_evicpress.patches.tiers.host_checks import HostChecks
 from sglang_evicpress.patches.tiers.host_compression import Compression
-from sglang_evicpress.patches.tiers.host_room import MOST_DROPPED, HostRoom
+from sglang_evicpress.patches.tiers.host_room import HostRoom
 from sglang_evicpress.patches.tiers.idle_compression import IdleCompression
 from sglang_evicpress.patches.tiers.late_loads import LateLoads
 from sglang_evicpress.patches.tiers.load import Part
@@ -350,9 +350,6 @@ class NoPlans:
     def plan_without_copies(self, tier: Tier, num_bytes: int) -> list[object]:
         return []
 
-    def plan_ahead(self, tier: Tier, num_bytes: int, room: object, most_nodes: int) -> list[object]:
-        return []
-
     def held_bytes(self, tier: Tier) -> int:
         return 0
 
@@ -361,7 +358,7 @@ def test_host_room_is_made_of_spare_copies_but_not_of_those_to_keep() -> None:
     world = World(4)
     for node in world.nodes.values():
         world.backup(node)
-    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes, list)
+    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes)
     assert room.free_room(4096) is None
     world.placement.plan_to_leave([1, 2, 3, 4])
     assert room.free_room(4096, takes_spares=True) is None, "they are to leave the GPU by these"
@@ -376,41 +373,11 @@ def test_host_room_is_made_of_spare_copies_but_not_of_those_to_keep() -> None:
     assert room.host_room(5 * 4096) is None, "more than there is"
 
 
-def test_whoever_waits_takes_the_memory_of_what_would_be_dropped_anyhow() -> None:
-    """Else a read took that of a context which the SSD has as well, and the ends of old requests stayed."""
-    world = World(4)
-    for node in world.nodes.values():
-        world.backup(node)
-    waits, old, other, held = world.nodes.values()
-    for node in (waits, old, other, held):
-        world.placement.note_left_gpu(node)
-        node.children.clear()
-    waits.kv.queued_hits[1] = 1
-    on_host = Option(EXACT, Tier.HOST, 4096)
-    plan = [Decision(node.id, on_host, DROP, 4096) for node in (waits, old)]
-    plan.append(Decision(held.id, on_host, Option(EXACT, Tier.SSD, 4096), 4096))
-    asked: list[tuple[int, int]] = []
-
-    class Plans(NoPlans):
-        def plan_ahead(self, tier: Tier, num_bytes: int, room: object, most_nodes: int) -> list[Decision]:
-            asked.append((num_bytes, most_nodes))
-            return plan
-
-    def execute(decisions: Sequence[Decision]) -> None:
-        for decision in decisions:
-            world.placement.remove_copies(world.nodes[decision.node_id])
-
-    room = HostRoom(world.nodes, world, world.placement, world.removal, Plans(), world.changes, execute)
-    assert room.host_room(4096, keeps_planned=True) is None and not asked
-    assert room.host_room(4096) is not None and asked == [(4096, MOST_DROPPED)]
-    assert [node.id for node in world.nodes.values() if not node.kv.copies] == [old.id]
-
-
 def test_spare_copies_that_are_being_read_are_not_given_up_for_room() -> None:
     world = World(4)
     for node in world.nodes.values():
         world.backup(node)
-    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes, list)
+    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes)
     hottest = world.placement.next_spare((), keeps_planned=False)
     assert hottest is not None
     world.host.pin(world.nodes[hottest].kv.copies[Tier.HOST].entry)
@@ -423,7 +390,7 @@ def test_room_is_made_of_planned_copies_where_the_only_other_one_is_being_read()
     world = World(4)
     for node in world.nodes.values():
         world.backup(node)
-    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes, list)
+    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes)
     world.placement.plan_to_leave([1, 2, 3])
     world.host.pin(world.nodes[4].kv.copies[Tier.HOST].entry)
     assert room.free_room(4096, takes_spares=True) is None, "they are to leave the GPU by these"
@@ -436,7 +403,7 @@ def test_nothing_goes_for_host_memory_that_is_on_its_way(monkeypatch: pytest.Mon
     world = World(4)
     for node in world.nodes.values():
         world.backup(node)
-    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes, list)
+    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes)
     monkeypatch.setattr(type(world.host.arena), "is_growing", True)
     monkeypatch.setattr(type(world.host), "free_bytes", 4096)
     assert room.host_room(4096) is None
@@ -447,7 +414,7 @@ def test_nothing_goes_for_host_memory_that_is_on_its_way(monkeypatch: pytest.Mon
 
 def test_what_is_read_from_the_ssd_takes_host_memory() -> None:
     world = World(1)
-    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes, list)
+    room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes)
     free = room.room()[Tier.HOST]
     room.begin_copy(4096, is_read=True)
     assert room.room() == {Tier.HOST: free - 4096} and not room.is_busy and not room.copying_bytes
@@ -458,7 +425,7 @@ def test_what_is_read_from_the_ssd_takes_host_memory() -> None:
 def test_what_a_node_holds_already_takes_host_memory_once_though_it_is_still_on_its_way() -> None:
     world, held = World(4), [0]
     plans = SimpleNamespace(held_bytes=lambda tier: held[0])
-    room = HostRoom(world.nodes, world, world.placement, world.removal, plans, world.changes, list)
+    room = HostRoom(world.nodes, world, world.placement, world.removal, plans, world.changes)
     free = world.host.num_bytes
     room.begin_copy(4096)
     assert room.room() == {Tier.HOST: free - 4096}

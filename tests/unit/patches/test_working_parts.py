@@ -210,9 +210,9 @@ def background(
         SimpleNamespace(node_id=node_id, option=SimpleNamespace(tier=to, form=form)) for node_id in world.nodes
     ]
     controller = Controller(Pool(SLOTS // 8), 0)
-    controller.planner = SimpleNamespace(**planner)
-    plan = lambda tier, *_: decisions if tier == Tier.GPU else []  # noqa: E731
-    plans = SimpleNamespace(held_bytes=lambda tier: 0, plan_ahead=plan)
+    plan = lambda tier, *_, most_nodes: decisions if tier == Tier.GPU else []  # noqa: E731
+    controller.planner = SimpleNamespace(plan=plan, **planner)
+    plans = SimpleNamespace(held_bytes=lambda tier: 0)
     free = lambda: {Tier.HOST: world.host.num_bytes}  # noqa: E731
     room = SimpleNamespace(copying_bytes=0, wanted_bytes=0, end_plan=lambda: None, room=free)
     parts = world.nodes, controller.pool, SimpleNamespace(evictable=SLOTS), controller, world, world.adapters
