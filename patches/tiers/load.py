@@ -64,6 +64,7 @@ class Load(Job):
         self.is_started = False
         self._after: torch.cuda.Event | None = None
         num_layers = storage.copier.num_layers
+        self._left, self._taking = self._groups(), threading.Lock()
         self._here = [threading.Event() for _ in range(num_layers)]
         self._events: list[torch.cuda.Event | None] = [None] * num_layers
         self._seconds: list[Mapping[str, float]] = [{}] * num_layers  # of the threads, by codec
@@ -99,7 +100,7 @@ class Load(Job):
         with copier.stream(self._after, is_awaited=False):
             self._begin = copier.event()
             try:
-                for layers in self._groups():
+                while (layers := self._next()) is not None:
                     if faults is not None:
                         faults.maybe_delay()
                     if not all(self._here[layer].is_set() for layer in layers):
@@ -164,8 +165,12 @@ class Load(Job):
             self.wait_for(layer)
 
     def wait_for(self, layer: int) -> None:
-        """Return when the layer is there, or ordered before what this thread's device stream does next."""
+        """Return when the layer is there, or ordered before what this thread's device stream does next. Where threads
+        copy and not a device, the waiting one takes layers too, from those that are next."""
         self.start()
+        if self._storage.copier.is_by_threads:
+            while not self._here[layer].is_set() and (layers := self._next()) is not None:
+                self._copy(layers)
         is_given_up = self.num_late > 0 or self.has_run.is_set()
         if not self._here[layer].wait(0.0 if is_given_up else LAYER_DEADLINE_S):
             self.num_late += 1
@@ -173,6 +178,11 @@ class Load(Job):
         event = self._events[layer]
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
+
+    def _next(self) -> range | None:
+        """Layers that no thread has begun to copy."""
+        with self._taking:
+            return next(self._left, None)
 
     def _groups(self) -> Iterator[range]:
         """Layers to be copied at a time: one, so that the batch can begin, then twice as many as before, up to as many

@@ -33,6 +33,7 @@ class Event:
 
 class Copier:
     num_layers = NUM_LAYERS
+    is_by_threads = False
 
     def __init__(self, log: list[str]) -> None:
         self._log = log

@@ -83,9 +83,14 @@ class PayloadCopier:
             rows = (self._rows_of(layer, slots, layout) for layer in range(self.num_layers))
             return self._save_coded(rows, layout, arena, runs, codec)
 
+    @property
+    def is_by_threads(self) -> bool:
+        """True if a call has copied when it returns: the pool is memory of the host, and no device takes part."""
+        return self._transfers is None
+
     def is_in_place(self, codec: str) -> bool:
         """True if a save is there when it is begun: where the pool is memory of the host, and nothing is encoded."""
-        return self._transfers is None and codec == "raw"
+        return self.is_by_threads and codec == "raw"
 
     def begin_save(
         self, slots: torch.Tensor, layout: SurvivorLayout | None, arena: Arena, runs: Sequence[Run], codec: str = "raw"
