@@ -166,7 +166,8 @@ class Load(Job):
 
     def wait_for(self, layer: int) -> None:
         """Return when the layer is there, or ordered before what this thread's device stream does next. Where threads
-        copy and not a device, the waiting one takes layers too, from those that are next."""
+        copy and not a device, the waiting one takes layers too, from those that are next. Only the thread that calls
+        ``finish`` waits: what it copies is there before anything is let go."""
         self.start()
         if self._storage.copier.is_by_threads:
             while not self._here[layer].is_set() and (layers := self._next()) is not None:
