@@ -486,6 +486,7 @@ class Copier:
     """Copies nothing; there is one layer."""
 
     num_layers = 1
+    is_by_threads = False
 
     def layers_at_once(self, *_: object) -> int:
         return 1
