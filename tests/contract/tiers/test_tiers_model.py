@@ -749,14 +749,14 @@ def test_a_layer_that_is_late_is_copied_by_whoever_waits(opened: Opened, monkeyp
     def hang(one: load.Load, layers: range) -> object:
         if threading.current_thread() is not threading.main_thread():
             begun.set()
-            may_go_on.wait()
+            may_go_on.wait(10.0)
         return copy(one, layers)
 
     start = load.Load.start
 
     def start_and_hang(one: load.Load) -> None:
         start(one)
-        begun.wait()
+        assert begun.wait(10.0)
 
     monkeypatch.setattr(load.Load, "_copy", hang)
     monkeypatch.setattr(load.Load, "start", start_and_hang)
