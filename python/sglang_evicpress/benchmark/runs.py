@@ -1,4 +1,4 @@
-"""Runs every system as a real server in turn, A B C A B C, and writes each run down as soon as it is complete."""
+"""Runs every system as a real server in turn, A B C then C B A, and writes each run down as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -88,7 +88,11 @@ def run_all(
         }
         run_dir.open_plan(plan_of(config, systems, contexts, sizes, command), counts, is_fresh=is_fresh)
         bench = Bench(config, contexts, run_dir, timeout_s, launch)
-        wanted = [(system, repetition) for repetition, system in product(range(config.repetitions), chosen)]
+        wanted = [
+            (system, repetition)
+            for repetition in range(config.repetitions)
+            for system in (reversed(chosen) if repetition % 2 else chosen)  # a machine that slows down slows all alike
+        ]
         missing = {pair: rates for pair in wanted if (rates := bench.missing(*pair))}
         num_missing = sum(map(len, missing.values()))
         num_requests_missing = sum(num_requests(config, rate) for rates in missing.values() for rate in rates)
