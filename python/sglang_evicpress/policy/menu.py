@@ -129,8 +129,8 @@ class Menu:
     def smaller(self, form: Form) -> int:
         """The ``allowed_forms`` mask of a node that holds ``form``: what can be made of it without the exact KV.
 
-        From the exact form everything; from a lossy one fewer of its tokens by its press. If its codec is a fine one,
-        also in a coarser one, and by any press if it has all tokens.
+        From the exact form everything; from a lossy one fewer of its tokens by its press, or by any if it has all of
+        them; if its codec is a fine one, also in a coarser one.
         """
         return self._smaller(form)
 
@@ -139,7 +139,7 @@ class Menu:
             return self.everything
         mask, ratio, is_fine = 0, self.codec_ratio, form.codec in CODECS and CODECS[form.codec].is_fine
         for index, other in enumerate(self.forms):
-            has_tokens = other.method == form.method or (form.press is None and is_fine)
+            has_tokens = other.method == form.method or form.press is None
             is_coarser = is_fine and ratio[other.codec] < ratio.get(form.codec, 0.0)
             is_made = has_tokens and other.kept_fraction <= form.kept_fraction
             if other != form and is_made and (other.codec == form.codec or is_coarser):

@@ -46,7 +46,7 @@ def test_a_node_shrinks_on_the_gpu_by_presses_alone_and_goes_down_in_any_form() 
     assert smaller_forms(MENU, exact) == [(1, 512)] and lower_bytes(MENU, exact) == 1024
     assert lower_forms(MENU, exact) == [(1, 512), (2, 320), (3, 160)]
     decoded = Candidate(make_node(1, menu=MENU, tokens=64, form=INT4))
-    assert smaller_forms(MENU, decoded) == [] and lower_bytes(MENU, decoded) == 320
+    assert smaller_forms(MENU, decoded) == [(3, 512)] and lower_bytes(MENU, decoded) == 320
     below = Candidate(make_node(1, menu=MENU, tokens=64, tier=Tier.HOST))
     assert smaller_forms(MENU, below) == [(1, 512), (2, 320), (3, 160)] == lower_forms(MENU, below)
 
