@@ -64,9 +64,12 @@ class PolicyView:
         allowed_forms = 0
         # those that do not weigh quality compress on the GPU only, before anything goes down
         is_open = tier == Tier.GPU or ((tier == Tier.HOST or may_rewrite) and policy.weighs_quality)
-        may_shrink = not (kv.has_failed or (kv.lacks_room and tier != Tier.GPU))  # there it needs none
-        if is_open and num_tokens >= self.min_compress_tokens and policy.compresses and may_shrink:
+        sinks = self.pressed.sinks_of(num_tokens, start)
+        if is_open and num_tokens >= self.min_compress_tokens and policy.compresses and not kv.has_failed:
             allowed_forms = self.menu.smaller(kv.form)
+            if kv.room_bytes is not None and tier != Tier.GPU:  # there it needs none
+                sizes = enumerate(self.menu.sizes(num_tokens, sinks, tier))
+                allowed_forms &= sum(1 << index for index, size in sizes if size <= kv.room_bytes)
             if kv.unfit_codec is not None:
                 allowed_forms &= ~self.menu.of_codec(kv.unfit_codec)
             if self.pressed.window_of(node) is None:
@@ -90,7 +93,7 @@ class PolicyView:
             weight=kv.weight,
             num_hits=kv.num_hits,
             last_use=kv.last_use,
-            sinks=self.pressed.sinks_of(num_tokens, start),
+            sinks=sinks,
             is_locked=node.lock_ref > 0 or is_reserved(node),
             exact_on=exact_tier_of(node),
             lower_copies=tuple(self.lower_copies_of.get(node.id, ())),

@@ -303,7 +303,7 @@ class EvicPressCache(RadixCache):
         upper = super()._split_node(key, child, split_len)
         kv.version += 1
         upper.kv = replace(kv, slots=None, layout=None, job=None, is_leaving=False, num_prefetches=0)
-        upper.kv.is_aside = upper.kv.lacks_room = False
+        upper.kv.is_aside, upper.kv.room_bytes = False, None
         if kv.layout is not None:
             above, below = kv.layout.split(split_len)
             upper.kv.layout, upper.kv.slots = above, kv.slots[: above.num_slots].clone()

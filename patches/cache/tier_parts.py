@@ -133,6 +133,11 @@ class TierParts:
             self.loads.is_arriving,
             tree.eviction_log,
         )
+
+        def lacks_room(node: Node, num_bytes: int) -> None:
+            node.kv.room_bytes = num_bytes
+            tree.without_room.add(node.id, tree.storage.now_s())
+
         self.host_compression = HostCompression(
             nodes,
             tree.storage,
@@ -142,7 +147,7 @@ class TierParts:
             self.ssd_io,
             self.gpu_ops,
             compressor,
-            lambda node: tree.without_room.add(node.id, tree.storage.now_s()),
+            lacks_room,
         )
         self.ssd_compression = SsdCompression(
             nodes,

@@ -39,7 +39,7 @@ class NodeKV:
     model's vocabulary; what is not has no profile, and goes to no lower tier; nor does what is not ``is_finite``: it
     holds NaN or Inf, which no codec stores. ``unfit_codec``: one that has no room for what it holds. ``is_aside``: a
     move of it has failed, and no plan is about it for a while; ``has_failed``: one did, and it is not compressed any
-    more; ``lacks_room``: there was no room for a smaller copy, and for a while it gets none.
+    more; ``room_bytes``: for a while it gets no smaller copy of more than that, for which there was no room.
     """
 
     form: Form = EXACT
@@ -68,7 +68,7 @@ class NodeKV:
     unfit_codec: str | None = None
     is_aside: bool = False
     has_failed: bool = False
-    lacks_room: bool = False
+    room_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

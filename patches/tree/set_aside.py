@@ -11,8 +11,8 @@ ASIDE_S = 10.0
 """So long no plan is about a node of which a move has failed."""
 
 WITHOUT_ROOM_S = 1.0
-"""So long no plan shrinks a node for whose smaller copy there was no room, or that would keep more tokens by it: it
-moves as it is, or goes."""
+"""So long no plan gives a node a smaller copy of more bytes than there were for one, or any where it would keep more
+tokens by it: it gets a smaller one still, moves as it is, or goes."""
 
 
 def mark_failed(node: Node, is_marked: bool) -> None:
@@ -22,8 +22,9 @@ def mark_failed(node: Node, is_marked: bool) -> None:
 
 
 def mark_without_room(node: Node, is_marked: bool) -> None:
-    """A node that gets no smaller form."""
-    node.kv.lacks_room = is_marked
+    """A node whose ``room_bytes`` hold until it is marked no more."""
+    if not is_marked:
+        node.kv.room_bytes = None
 
 
 class SetAside:

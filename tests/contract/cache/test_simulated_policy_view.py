@@ -34,7 +34,7 @@ def _on_a_server(node: Node, view: PolicyView) -> int:
         **{
             "layout": None,
             "has_failed": False,
-            "lacks_room": False,
+            "room_bytes": None,
             "unfit_codec": None,
             "weight": 1.0,
             "num_hits": 1,

@@ -200,6 +200,20 @@ def test_without_room_for_both_copies_a_node_stays_as_it_is(opened: Opened) -> N
     walk.settle()
 
 
+def test_a_node_without_room_for_a_copy_still_gets_a_smaller_one(opened: Opened) -> None:
+    walk = opened(policy="evicpress", has_ssd=False, host_bytes=64 << 10)
+    _, node = cached(walk, 100)  # 50 KiB
+    sent(walk, node, Tier.HOST)
+    assert not walk.tiers.host_compression.compress_on_host(node, KNORM)
+    free, menu = walk.cache.host.arena.extents.free_bytes, walk.tree.menu
+    allowed = walk.cache.parts.view.stats_of(node).allowed_forms
+    forms = [form for index, form in enumerate(menu.forms) if allowed >> index & 1]
+    assert forms and all(menu.num_bytes(form, 100, tier=Tier.HOST) <= free for form in forms) and KNORM not in forms
+    compressed(walk, node, forms[0])
+    walk.check()
+    walk.check_rows()
+
+
 def test_a_node_that_cannot_shrink_is_planned_otherwise_for_a_while_also_where_no_request_comes(opened: Opened) -> None:
     walk = opened(has_ssd=False)
     _, node = cached(walk, 120)
@@ -207,14 +221,14 @@ def test_a_node_that_cannot_shrink_is_planned_otherwise_for_a_while_also_where_n
     small = Form("random", 0.2)
     assert walk.tiers.host_compression.compress_on_host(node, small)
     walk.settle()
-    assert node.kv.form == small and not node.kv.lacks_room
+    assert node.kv.form == small and node.kv.room_bytes is None
     assert walk.cache.parts.moves.compress(node.id, Form("random", 0.5, "int4")) is None, "more tokens in fewer bytes"
-    assert node.kv.lacks_room
+    assert node.kv.room_bytes == 0
     walk.tick()
-    assert node.kv.lacks_room
+    assert node.kv.room_bytes == 0
     time.sleep(WITHOUT_ROOM_S)
     walk.tick()
-    assert not node.kv.lacks_room
+    assert node.kv.room_bytes is None
 
 
 def test_a_copy_to_fall_back_on_is_not_given_up_to_make_room(opened: Opened) -> None:
