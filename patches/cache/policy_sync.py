@@ -15,7 +15,7 @@ from sglang_evicpress.patches.tree.namespaces import salt_of
 from sglang_evicpress.patches.tree.node import census_of
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy import make_planner
-from sglang_evicpress.policy.cost_model import CostSnapshot
+from sglang_evicpress.policy.cost_model import CostSnapshot, TransferCost
 from sglang_evicpress.policy.index import SMALL
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
@@ -42,6 +42,7 @@ LOOKED_PER_ROUND, TOLD_PER_ROUND = 128, 8
 class Terms(Protocol):
     """Costs, as the policy has them."""
 
+    costs: CostSnapshot
     weighed: CostSnapshot
 
     def value_of_hit(self) -> float: ...
@@ -145,7 +146,9 @@ class PolicySync:
 
     def advance(self) -> None:
         """Some of what is still to be done at many nodes; called once a round, so that ranks do it alike."""
-        self.planner.least_loss = SEARCHED_FROM_S * self.terms.value_of_hit()
+        value_of_hit, copying = self.terms.value_of_hit(), self.terms.costs.copy
+        self.planner.least_loss = SEARCHED_FROM_S * value_of_hit
+        self.planner.copy_loss = TransferCost(copying.fixed_s * value_of_hit, copying.bytes_per_s / value_of_hit)
         self.tenant_plans.advance(SWEPT_PER_ROUND)
         if self._unseen:
             self._look(LOOKED_PER_ROUND, TOLD_PER_ROUND)

@@ -11,10 +11,11 @@ import numpy as np
 
 from sglang_evicpress.core import DROP, Decision, LowerCopy, Option, Tier
 from sglang_evicpress.policy.base import DROPPED, Candidate, Entry, Step, lower_bytes
+from sglang_evicpress.policy.cost_model import TransferCost
 from sglang_evicpress.policy.forced_drops import ForcedDrops
 from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
-from sglang_evicpress.policy.tree_options import tree_options
+from sglang_evicpress.policy.tree_options import lost_by_copying, tree_options
 from sglang_evicpress.policy.tree_search import CLOSE, MIDDLING, SMALL, Choice, TreeSearch
 
 AHEAD, AHEAD_PER_STEP = 32, 4
@@ -59,7 +60,7 @@ class Plan:
     With ``lower_copies_of`` the plan is urgent: nothing may wait for bytes to be written below.
     ``lower_copies_of[node_id]`` are the copies that lie there; the node may become one of these, taking no room, and go
     to no other tier. What has shrunk in the plan may still become one. Nothing shrinks that is below the GPU, where it
-    is written anew for that.
+    is written anew for that. ``copy_loss``: utility that copying a node off the GPU takes.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Plan:
         index: NodeIndex,
         room: Mapping[Tier, int],
         lower_copies_of: Mapping[int, Sequence[LowerCopy]] | None = None,
+        copy_loss: TransferCost | None = None,
     ) -> None:
         self.index = index
+        self._copy_loss = copy_loss
         index.num_passed = 0
         self.lower_copies_of = lower_copies_of
         self.room = [room.get(tier, 0) for tier in Tier]
@@ -106,7 +109,7 @@ class Plan:
                 copy, step = self._best_last(self._weigher, tier, num_bytes, copy, step)
             needs_room = self.lower_copies_of is None and tier < step.tier < DROPPED
             if needs_room and self._weigher is not None:
-                step = self._priced(self._weigher, copy, step)
+                step = self._worth_copying(copy, self._priced(self._weigher, copy, step))
                 needs_room = step.tier < DROPPED
             if needs_room and not self._make_room(step.tier, step.num_bytes):
                 self._excluded_tiers[copy.id] = self._excluded_tiers.get(copy.id, 0) | 1 << step.tier
@@ -130,7 +133,7 @@ class Plan:
         lowest, highest = (sum(worth for worth in worths if worth * sign > 0.0) for sign in (-1.0, 1.0))
         if lost - lowest <= CLOSE * highest:
             return
-        options = tree_options(candidates.values(), weigher, tier, self.lower_copies_of)
+        options = tree_options(candidates.values(), weigher, tier, self.lower_copies_of, self._copy_loss)
         if options is None:
             return
         numbers = {candidate.id: number for number, candidate in enumerate(options.candidates)}
@@ -140,6 +143,8 @@ class Plan:
             places[number] = place = options.tiers.index(step.tier)
             slots[number] = options.slot(number, place, step.num_bytes)
         now = float(options.worth[np.arange(len(numbers)), options.places, 0].sum())
+        for move in self.moves.values() if self.lower_copies_of is None else ():
+            lost += lost_by_copying(self._copy_loss, candidates[move.copy.id], move.step.tier, move.step.num_bytes)
         capacity = [self._capacity(one, tier, num_bytes) for one in options.tiers[:-1]]
         keys = [self._keys[one] for one in options.tiers[:-1]]
         better = TreeSearch(options, capacity).better(Choice(now - lost, places, slots), [*keys, 0.0])
@@ -186,6 +191,15 @@ class Plan:
             if drops and drops[0].loss * copy.weight < best.loss * copy.weight + price * missing:
                 return drops[0]
         return best
+
+    def _worth_copying(self, copy: Candidate, step: Step) -> Step:
+        """``step``, or a drop where that loses less than copying the node off the GPU takes: the short end of a request
+        that nobody is likely to continue."""
+        took = lost_by_copying(self._copy_loss, copy, step.tier, step.num_bytes)
+        if took <= 0.0 or copy.lowest_tier < DROPPED:
+            return step
+        drop = self._drop(copy)
+        return drop if drop.loss * copy.weight < step.loss * copy.weight + took else step
 
     def _price_of_room(self, tier: int) -> float:
         """What a byte of a tier is worth to this plan: nothing until little of it is free."""
@@ -415,7 +429,8 @@ class Plan:
     def _drop(self, candidate: Candidate) -> Step:
         if self._weigher is None:
             return Step(0.0, DROPPED, None, 0)
-        worth = self._weigher.exits(candidate)[0][4]
+        quality, delay_s = self._weigher.dropped(candidate)
+        worth = self._weigher.alpha * quality - delay_s
         now = self._weigher.alpha * candidate.quality - self._weigher.delay_s(candidate)
         return Step(0.0, DROPPED, None, 0, 1.0, self._weigher.alpha - worth, now - worth)
 

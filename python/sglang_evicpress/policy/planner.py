@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from sglang_evicpress.core import Decision, LowerCopy, NodeStats, Tier
 from sglang_evicpress.policy.base import Policy
-from sglang_evicpress.policy.cost_model import CostSnapshot
+from sglang_evicpress.policy.cost_model import CostSnapshot, TransferCost
 from sglang_evicpress.policy.explain import explain
 from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.plan import Plan
@@ -57,6 +57,8 @@ class Planner:
         self.policy = policy
         self.least_loss = 0.0
         """Utility: of a plan that loses no more, a better one is not sought, which takes milliseconds."""
+        self.copy_loss: TransferCost | None = None
+        """Utility that copying a node off the GPU takes, None for nothing: what is worth less below is dropped."""
         self.index = NodeIndex(policy)
         self.add = self.index.add
         self.remove = self.index.remove
@@ -117,7 +119,7 @@ class Planner:
         unless it has to go because the node above it cannot go otherwise: to a copy of it where that node goes, or else
         by a drop.
         """
-        plan = Plan(self.index, room or {}, lower_copies_of)
+        plan = Plan(self.index, room or {}, lower_copies_of, self.copy_loss)
         try:
             missing = plan.free(int(tier), num_bytes, math.inf if most_nodes is None else most_nodes)
             if missing == 0 and most_nodes is None:  # the search may move more

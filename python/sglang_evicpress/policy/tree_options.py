@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sglang_evicpress.core import Form, LowerCopy, Tier
 from sglang_evicpress.policy.base import DROPPED, Candidate, Step
+from sglang_evicpress.policy.cost_model import TransferCost
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 
 Floats = NDArray[np.float64]
@@ -57,6 +58,7 @@ def tree_options(
     weigher: EvicPressPolicy,
     tier: int,
     lower_copies_of: Mapping[int, Sequence[LowerCopy]] | None = None,
+    copy_loss: TransferCost | None = None,
 ) -> TreeOptions | None:
     """What these nodes may become in a plan that makes room on ``tier``; None where one is on a tier the menu lacks.
 
@@ -103,7 +105,8 @@ def tree_options(
             found[place] = kept
             for slot, option in enumerate(kept):
                 cells.append((number, place, slot))
-                worths.append(weight * min(option[4], most))
+                took = 0.0 if is_urgent else lost_by_copying(copy_loss, candidate, option[0], option[2])
+                worths.append(weight * min(option[4], most) - took)
                 rooms.append(option[2] if takes_room else 0)
         options.append(found)
     shape = len(nodes), len(tiers), max((cell[2] + 1 for cell in cells), default=1)
@@ -112,6 +115,14 @@ def tree_options(
     worth[at], room[at] = worths, rooms
     places = np.array([place_of[candidate.tier] for candidate in nodes], np.int64)
     return TreeOptions(tiers, nodes, options, parents, levels, places, worth, room)
+
+
+def lost_by_copying(copy_loss: TransferCost | None, candidate: Candidate, tier: int, num_bytes: int) -> float:
+    """Utility that copying a node to a ``tier`` takes, by ``copy_loss``: of one on the GPU that has no copy there."""
+    if copy_loss is None or candidate.tier != Tier.GPU or not candidate.tier < tier < DROPPED:
+        return 0.0
+    is_there = any(lower_copy.tier == tier for lower_copy in candidate.lower_copies)
+    return 0.0 if is_there else copy_loss.seconds(num_bytes)
 
 
 def _by_worth(option: TreeOption) -> tuple[float, int]:

@@ -8,13 +8,14 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.policy.nodes import assert_closed, execute, make_node, random_forest
 
-from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
+from sglang_evicpress.core import EXACT, Decision, Form, LowerCopy, NodeStats, Tier
 from sglang_evicpress.policy import Planner, make_planner
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
@@ -23,6 +24,7 @@ HALF = Form("keydiff", 0.5)
 TIERS = (Tier.GPU, Tier.HOST, Tier.SSD)
 MENU = Menu((HALF, Form("knorm", 0.25)), TIERS)
 PLAIN = Menu((), TIERS)
+COPY = LowerCopy(int(Tier.HOST), EXACT, 10, 1.0)
 COSTS = CostSnapshot(
     PrefillCost(0.0, 0.01, 1e-6), {Tier.HOST: TransferCost(0.0, 1e4), Tier.SSD: TransferCost(0.0, 1e3)}, {}
 )
@@ -62,6 +64,21 @@ def test_a_worthless_node_is_dropped_rather_than_pushed_down_for_the_loss_of_oth
     planner = _policy(make_node(1, menu=PLAIN, tokens=10_000, weight=1e-6), *below)
     assert _taken(planner, 10_000, {}) == [(1, "drop")]
     assert _taken(planner, 10_000, {Tier.HOST: 10_000}) == [(1, "exact/host")]
+
+
+@pytest.mark.parametrize(
+    ("weight", "below", "expected"), [(0.01, (), "drop"), (1.0, (), "exact/host"), (0.01, (COPY,), "exact/host")]
+)
+def test_what_is_worth_less_below_than_copying_it_takes_is_dropped(
+    weight: float, below: tuple[LowerCopy, ...], expected: str
+) -> None:
+    end = replace(make_node(2, 1, menu=PLAIN, tokens=10, depth=100, weight=weight), lower_copies=below)
+    planner = _policy(make_node(1, menu=PLAIN, weight=0.0), end)
+    planner.copy_loss = TransferCost(0.01, 1e9)
+    assert _taken(planner, 10, {Tier.HOST: 100}) == [(2, expected)]
+    above, below_it = _policy(make_node(1, menu=PLAIN, weight=0.0), replace(end, tier=Tier.HOST)), {Tier.HOST: 200}
+    above.copy_loss = planner.copy_loss
+    assert _taken(above, 100, below_it) == [(1, "exact/host")], "a node below it would be lost as well"
 
 
 def test_what_is_locked_below_makes_no_room() -> None:
