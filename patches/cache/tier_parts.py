@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.cache.fill_replace import FillReplace
 from sglang_evicpress.patches.cache.gpu_ops import GpuOps
 from sglang_evicpress.patches.cache.outside import Later, Outside, Pool
@@ -134,8 +135,9 @@ class TierParts:
             tree.eviction_log,
         )
 
-        def lacks_room(node: Node, num_bytes: int) -> None:
-            node.kv.room_bytes = num_bytes
+        def lacks_room(node: Node, form: Form, num_bytes: int) -> None:
+            planned = tree.menu.num_bytes(form, len(node.key), tier=Tier.HOST)  # an entry has its positions besides
+            node.kv.room_bytes = min(num_bytes, planned - 1)  # not the same again
             tree.without_room.add(node.id, tree.storage.now_s())
 
         self.host_compression = HostCompression(

@@ -51,8 +51,8 @@ class _Kept:
 @dataclass(eq=False, repr=False)
 class HostCompression:
     """Compresses below the GPU. On the scheduler thread but for ``run`` of its job. ``lacks_room`` is told of a node
-    that only the host has and for whose smaller copy there is no room, with the bytes that are free, 0 where it would
-    not be smaller."""
+    that only the host has and for whose copy in a form there is no room, with the bytes that are free, 0 where it
+    would not be smaller."""
 
     nodes: Mapping[int, Node]
     storage: Tiers
@@ -62,7 +62,7 @@ class HostCompression:
     ssd: SsdWrites
     gpu: GpuForms
     press: Compressor
-    lacks_room: Callable[[Node, int], None]
+    lacks_room: Callable[[Node, Form, int], None]
 
     def copy_to_ssd(self, node: Node, form: Form) -> bool:
         """Begin to give a node that the host has a copy on the SSD in a smaller form, instead of one that is there.
@@ -91,7 +91,7 @@ class HostCompression:
             kept = self._kept_in(node, form, copy) or kept
             if kept.total >= _Kept.of_copy(copy).total:  # a piece that was split off an entry may keep few tokens
                 if node.value is None:
-                    self.lacks_room(node, 0)
+                    self.lacks_room(node, form, 0)
                 return False
         if node.lock_ref > 0 or is_reserved(node) or self._is_copied(node):
             return False
@@ -103,7 +103,7 @@ class HostCompression:
             self.room.want(num_bytes)
             self.storage.counts["compressions_without_room"] += 1
             if node.value is None:
-                self.lacks_room(node, self.storage.host.arena.extents.free_bytes)
+                self.lacks_room(node, form, self.storage.host.arena.extents.free_bytes)
             return False
         if node.kv.copies.get(Tier.HOST) is not copy:  # it had to make room itself
             self.room.give_back(runs)

@@ -71,7 +71,7 @@ class Plan:
         copy_loss: TransferCost | None = None,
     ) -> None:
         self.index = index
-        self._copy_loss = copy_loss
+        self._copy_loss = copy_loss if lower_copies_of is None else None  # an urgent plan copies nothing
         index.num_passed = 0
         self.lower_copies_of = lower_copies_of
         self.room = [room.get(tier, 0) for tier in Tier]
@@ -143,7 +143,7 @@ class Plan:
             places[number] = place = options.tiers.index(step.tier)
             slots[number] = options.slot(number, place, step.num_bytes)
         now = float(options.worth[np.arange(len(numbers)), options.places, 0].sum())
-        for move in self.moves.values() if self.lower_copies_of is None else ():
+        for move in self.moves.values():
             lost += lost_by_copying(self._copy_loss, candidates[move.copy.id], move.step.tier, move.step.num_bytes)
         capacity = [self._capacity(one, tier, num_bytes) for one in options.tiers[:-1]]
         keys = [self._keys[one] for one in options.tiers[:-1]]
@@ -194,9 +194,9 @@ class Plan:
 
     def _worth_copying(self, copy: Candidate, step: Step) -> Step:
         """``step``, or a drop where that loses less than copying the node off the GPU takes: the short end of a request
-        that nobody is likely to continue."""
+        that nobody is likely to continue. What lies below in any form stays: a drop would cost that as well."""
         took = lost_by_copying(self._copy_loss, copy, step.tier, step.num_bytes)
-        if took <= 0.0 or copy.lowest_tier < DROPPED:
+        if took <= 0.0 or copy.lower_copies or copy.lowest_tier < DROPPED:
             return step
         drop = self._drop(copy)
         return drop if drop.loss * copy.weight < step.loss * copy.weight + took else step

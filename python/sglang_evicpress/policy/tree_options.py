@@ -64,6 +64,7 @@ def tree_options(
 
     What is locked or on a faster tier stays as it is; in an urgent plan (``lower_copies_of``, see ``Plan``) also what
     is on a slower one, nothing shrinks below the GPU, and what leaves the tier takes no room where it goes.
+    ``copy_loss``: utility that copying a node off the GPU takes.
     """
     tiers = (*(int(one) for one in weigher.menu.tiers), DROPPED)
     place_of = {one: place for place, one in enumerate(tiers)}
@@ -105,7 +106,7 @@ def tree_options(
             found[place] = kept
             for slot, option in enumerate(kept):
                 cells.append((number, place, slot))
-                took = 0.0 if is_urgent else lost_by_copying(copy_loss, candidate, option[0], option[2])
+                took = lost_by_copying(copy_loss, candidate, option[0], option[2])
                 worths.append(weight * min(option[4], most) - took)
                 rooms.append(option[2] if takes_room else 0)
         options.append(found)

@@ -214,6 +214,24 @@ def test_a_node_without_room_for_a_copy_still_gets_a_smaller_one(opened: Opened)
     walk.check_rows()
 
 
+def test_no_form_is_tried_again_for_which_there_was_no_room_after_all(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk = opened(policy="evicpress", has_ssd=False)
+    _, node = cached(walk, 100)
+    sent(walk, node, Tier.HOST)
+    monkeypatch.setattr(walk.cache.host.arena, "alloc", lambda num_bytes: None)  # as for an entry with its positions
+    forms, num_tried = walk.tree.menu.forms, 0
+    while allowed := walk.cache.parts.view.stats_of(node).allowed_forms & ~1:
+        form = forms[(allowed & -allowed).bit_length() - 1]  # the largest first
+        assert not walk.tiers.host_compression.compress_on_host(node, form)
+        num_tried += 1
+        assert num_tried <= len(forms)
+    assert num_tried > 1
+    monkeypatch.undo()
+    walk.settle()
+
+
 def test_a_node_that_cannot_shrink_is_planned_otherwise_for_a_while_also_where_no_request_comes(opened: Opened) -> None:
     walk = opened(has_ssd=False)
     _, node = cached(walk, 120)

@@ -67,7 +67,13 @@ def test_a_worthless_node_is_dropped_rather_than_pushed_down_for_the_loss_of_oth
 
 
 @pytest.mark.parametrize(
-    ("weight", "below", "expected"), [(0.01, (), "drop"), (1.0, (), "exact/host"), (0.01, (COPY,), "exact/host")]
+    ("weight", "below", "expected"),
+    [
+        (0.01, (), "drop"),
+        (1.0, (), "exact/host"),
+        (0.01, (COPY,), "exact/host"),
+        (0.01, (COPY._replace(tier=int(Tier.SSD)),), "exact/host"),  # a drop would cost that copy as well
+    ],
 )
 def test_what_is_worth_less_below_than_copying_it_takes_is_dropped(
     weight: float, below: tuple[LowerCopy, ...], expected: str
