@@ -166,12 +166,16 @@ class BudgetWalk(Walk):
             assert freed == sum(record.pages_freed for record in records) * self.page
         if self.defers:
             return  # what was deferred would be due
-        settled = [each for each in budgeted if not self.is_stuck(each)]  # others may find the room just made
+        stuck = [each for each in budgeted if self.is_stuck(each)]  # these may find the room just made
+        settled = [each for each in budgeted if not self.is_stuck(each)]
         free, dropped = self.allocator.available_size(), [each.kv_budget.num_dropped for each in settled]
         self.cache.decode_budgets.visit_budgets(self.cache.scheduler)
         again = "a second visit without a step in between drops nothing"
         assert dropped == [each.kv_budget.num_dropped for each in settled], again
-        assert len(settled) < len(budgeted) or self.allocator.available_size() == free, again
+        assert stuck or self.allocator.available_size() == free, again
+        for each in stuck:
+            if not self.is_stuck(each):
+                each.frozen_view = self.view_of(each)
 
     def is_stuck(self, request: Any) -> bool:
         """It waits for room to copy what it shares."""
