@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from evicbench.policy.rivals import QUALITY
-from evicbench.policy.runs import Run, load, replay_all, trace_file
+from evicbench.policy.runs import LIMITS, Run, load, replay_all, trace_file
 from evicbench.report import Line
 from sglang_evicpress.core import Form
 
@@ -19,14 +19,16 @@ MENU = tuple(
     for press, kept in ((None, 1.0), ("keydiff", 0.8), ("keydiff", 0.6), ("keydiff", 0.4))
     for codec in ("raw", "int8", "int4")
 )
-ALPHAS = {"mooncake": (0.1, 0.2, 0.4, 0.8, 1.6), "miniswe": (0.1, 0.2, 0.4, 0.8, 1.6), "weka": (2.0, 6.0, 20.0)}
+ALPHAS = {"mooncake": (0.1, 0.2, 0.4, 0.8, 1.6), "miniswe": (0.1, 0.2, 0.4, 0.8, 1.6), "weka": (60.0, 200.0, 350.0)}
 MOST = 1.01
 ENDLESS = (1e4, 0.0, 0.0)
 SHARED, LEAST_SHARE = ("mooncake", (1.0, 4.0, 20.0)), 0.95
 
 
 def beside_fixed(trace: str, limit: int | None = None) -> Iterator[Line]:
-    """A line for each mix of sizes; the alpha is the one that is quickest of those that keep the quality."""
+    """A line for each mix of sizes; the alpha is the one that is quickest of those that keep the quality. Of WEKA's
+    trace a quarter of the sessions is replayed."""
+    limit = limit or LIMITS.get(trace)
     data, _ = load(trace, limit)
     print(f"    {trace}: {trace_file(trace).rsplit('/', 1)[-1]}, {len(data.requests)} requests")
     for sizes in SIZES:
