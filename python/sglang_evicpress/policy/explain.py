@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.policy.base import DROPPED, Candidate, Policy
 from sglang_evicpress.policy.hull import Point, upper_hull
@@ -44,6 +46,8 @@ def explain(policy: Policy, candidate: Candidate, value_of_hit: float = 1.0) -> 
         if step is not None:
             explanation["why"] = (
                 f"loses {step.key:.6g} weighted seconds per byte freed, the least of this node's options"
+                if math.isfinite(step.key)
+                else f"comes last: {_why_last(candidate)}"
             )
         explanation["options"] = _table(policy, candidate, explanation["next"])
     return explanation
@@ -57,7 +61,8 @@ def _table(policy: EvicPressPolicy, candidate: Candidate, chosen: object) -> lis
     best_exit = max(allowed, key=lambda exit_: exit_[4], default=None)
     points = policy.points(candidate)
     leaving: list[Point] = [] if best_exit is None else [(0, best_exit[4], -2)]
-    hull = upper_hull([current, *points, *leaving])
+    kept = policy.worth_keeping(candidate)
+    hull = upper_hull([current, *kept, *leaving])
     utility_now = utility(candidate.weight, policy.alpha, candidate.quality, policy.delay_s(candidate))
 
     def row(form: Form | None, tier: int, num_bytes: int, quality: float, per_use: float, role: str) -> Row:
@@ -81,6 +86,7 @@ def _table(policy: EvicPressPolicy, candidate: Candidate, chosen: object) -> lis
         others = (other for other in (current, *points, *leaving) if other != point)
         is_dominated = any(other[0] <= point[0] and other[1] >= point[1] for other in others)
         role = "hull" if point in hull else "dominated" if is_dominated else "LP-dominated"
+        role = role if point in kept else "worth less than a drop"
         rows.append(row(form, candidate.tier, point[0], quality, point[1], role))
     for exit_ in exits:
         if exit_[0] > candidate.lowest_tier:
@@ -93,7 +99,7 @@ def _table(policy: EvicPressPolicy, candidate: Candidate, chosen: object) -> lis
         rows.append(row(left_as, tier, num_bytes, quality, per_use, role))
     rows = _once(rows)
     for each in rows:
-        if each["option"] == chosen and each["role"] == "hull":
+        if each["option"] == chosen and each["role"] in ("hull", "worth less than a drop"):
             each["role"] = "next"
     return rows
 
@@ -112,6 +118,12 @@ def _why_nothing(candidate: Candidate) -> str:
     if candidate.lowest_tier <= candidate.tier:
         return "cannot get smaller here, and may leave only once its children have"
     return "nothing of it can be made smaller"
+
+
+def _why_last(candidate: Candidate) -> str:
+    if not candidate.num_bytes:
+        return "it holds nothing here"
+    return "it may leave only once its children have, and a smaller form of it is worth less than a drop"
 
 
 def _option(form: Form | None, tier: int) -> str:

@@ -49,7 +49,7 @@ class HullState:
 
     ``utility`` is that of what it holds; ``shrunk`` where the in-place part of the hull goes next. ``leave`` is the
     best way off the tier when ``lowest_tier`` is the lowest tier it may move to. ``terms``: the number of those by
-    which it was made.
+    which it was made. ``is_poor``: ``shrunk`` is worth less than a drop, and so for the last.
     """
 
     utility: float
@@ -58,6 +58,7 @@ class HullState:
     lowest_tier: int = -1
     leave: Step | None = None
     leave_utility: float = -math.inf
+    is_poor: bool = False
 
 
 def first_points(

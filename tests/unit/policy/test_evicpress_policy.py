@@ -60,6 +60,16 @@ def test_a_parent_leaves_after_its_last_child() -> None:
     assert _taken(planner, 3000) == [(2, "drop"), (3, "drop"), (1, "drop")]
 
 
+def test_a_parent_waits_for_its_child_rather_than_shrink_to_what_is_worth_less_than_a_drop() -> None:
+    # 80 % of its tokens lose 100 * 0.02, to compute them anew takes 1 s; half of what the child is worth per byte
+    planner = _policy(node(1, weight=0.01), node(2, 1, weight=0.2), alpha=100.0)
+    step = planner.policy.step(planner.index.candidates[1])
+    assert step is not None and (step.form, step.key) == (K80, math.inf)
+    assert _taken(planner, 1200) == [(2, "drop"), (1, "drop")]
+    planner.lock(2, True)  # nothing else is left
+    assert _taken(planner, 200) == [(1, "keydiff@0.8/gpu")]
+
+
 def test_a_drop_is_charged_the_share_of_a_batch_that_grows_with_its_tokens() -> None:
     (decision,) = _policy(node(1, depth=500), prefill=PrefillCost(9.0, 1e-3, 1e-6)).plan(Tier.GPU, 1000)
     assert decision.delay_s == pytest.approx(1.0 + 1e-6 * 1000 * (500 + 500))

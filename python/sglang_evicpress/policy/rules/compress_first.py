@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 from sglang_evicpress.core import LowerCopy
@@ -48,5 +49,5 @@ class CompressFirstPolicy:
 
 
 def _before_zero(key: float) -> float:
-    """A number below 0 for each, in the same order."""
-    return key - 1.0 if key <= 0.0 else -1.0 / (1.0 + key)
+    """A number below 0 for each, also for an infinite one, in the same order."""
+    return key - 1.0 if key <= 0.0 else min(-1.0 / (1.0 + key), -sys.float_info.min)

@@ -98,7 +98,10 @@ class EvicPressPolicy:
             return None if leave is None else leave._replace(key=math.inf)
         per_byte = (state.utility - leave_utility) / num_bytes
         shrunk = state.shrunk
-        if shrunk is not None:
+        if shrunk is not None and state.is_poor:
+            if leave is None:
+                return self._shrink(candidate, shrunk, math.inf, state.utility - shrunk[1])
+        elif shrunk is not None:
             lost = state.utility - shrunk[1]
             shrunk_per_byte = lost / (num_bytes - shrunk[0])
             if shrunk_per_byte <= per_byte:
@@ -121,7 +124,7 @@ class EvicPressPolicy:
             return []
         now = self.alpha * candidate.quality - self.delay_s(candidate)
         steps = []
-        for point in self.points(candidate):
+        for point in self.worth_keeping(candidate):
             if held - point[0] >= num_bytes:
                 lost = now - point[1]
                 steps.append(self._shrink(candidate, point, candidate.weight * lost / (held - point[0]), lost))
@@ -185,7 +188,11 @@ class EvicPressPolicy:
 
         utility = alpha * quality - (delays(tier) if tier else 0.0)
         worth_here = worths(tier, sizes)
-        first = first_points(held, utility, sizes, worth_here, is_open)
+        dropped = np.fromiter((alpha * value - delay_s for value, delay_s in map(self.dropped, group)), np.float64, num)
+        is_kept = is_open & (worth_here >= dropped[:, None])
+        first = first_points(held, utility, sizes, worth_here, is_kept)
+        is_poor = first < 0
+        first[is_poor] = first_points(held, utility, sizes, worth_here, is_open)[is_poor]
         first[held == 0] = -1
         exits: list[
             tuple[int, NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]
@@ -198,7 +205,8 @@ class EvicPressPolicy:
         for row, candidate in enumerate(group):
             index = int(first[row])
             shrunk = None if index < 0 else (int(sizes[row, index]), float(worth_here[row, index]), index)
-            state = candidate.memo = HullState(float(utility[row]), shrunk, self._terms, lowest_tier)
+            state = HullState(float(utility[row]), shrunk, self._terms, lowest_tier, is_poor=bool(is_poor[row]))
+            candidate.memo = state
             state.leave, state.leave_utility = self._leave_at_once(candidate, lowest_tier, 0, candidate.lower_copies)
             for below, as_it_is, best_form, best_worth in exits:
                 delay_s = float(as_it_is[row])
@@ -226,7 +234,11 @@ class EvicPressPolicy:
         now = self.alpha * candidate.quality - self.delay_s(candidate)
         if not candidate.num_bytes:
             return HullState(now, None, self._terms)
-        return HullState(now, next_on_hull((candidate.num_bytes, now, -1), self.points(candidate)), self._terms)
+        current = (candidate.num_bytes, now, -1)
+        shrunk = next_on_hull(current, self.worth_keeping(candidate))
+        if shrunk is not None:
+            return HullState(now, shrunk, self._terms)
+        return HullState(now, next_on_hull(current, self.points(candidate)), self._terms, is_poor=True)
 
     def points(self, candidate: Candidate) -> list[Point]:
         """Points of the forms the node can take in place, with fewer bytes than it holds."""
@@ -236,6 +248,13 @@ class EvicPressPolicy:
             fixed_s, per_byte_s = transfer_costs[index]
             points.append((size, alpha * curve[index] - fixed_s - size * per_byte_s, index))
         return points
+
+    def worth_keeping(self, candidate: Candidate) -> list[Point]:
+        """Those of ``points`` that are worth no less than a drop. A leaf would be dropped before it takes one of the
+        others; a node with children would ruin all their paths: it waits for them to go, and shrinks so at the last."""
+        quality, delay_s = self.dropped(candidate)
+        worth = self.alpha * quality - delay_s
+        return [point for point in self.points(candidate) if point[1] >= worth]
 
     def exits(
         self, candidate: Candidate, lower_copies: Sequence[LowerCopy] | None = None
