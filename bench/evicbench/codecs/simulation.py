@@ -19,7 +19,7 @@ MENU = tuple(
     for press, kept in ((None, 1.0), ("keydiff", 0.8), ("keydiff", 0.6), ("keydiff", 0.4))
     for codec in ("raw", "int8", "int4")
 )
-ALPHAS = {"mooncake": (0.1, 0.2, 0.4, 0.8, 1.6), "miniswe": (0.1, 0.2, 0.4, 0.8, 1.6), "weka": (60.0, 200.0, 350.0)}
+ALPHAS = {"mooncake": (0.1, 0.2, 0.4, 0.8, 1.6), "miniswe": (0.1, 0.2, 0.4, 0.8, 1.6), "weka": (60.0, 100.0, 200.0)}
 MOST = 1.01
 ENDLESS = (1e4, 0.0, 0.0)
 SHARED, LEAST_SHARE = ("mooncake", (1.0, 4.0, 20.0)), 0.95
