@@ -14,14 +14,16 @@ START_FACTOR = 30.0
 prefilling it again, so that only what loses little is compressed at first."""
 
 _LEAST_FACTOR, _MOST_FACTOR = 1e-3, 1e4
-GAIN = 0.01  # of log alpha, for a usual hit that lost its whole allowance too much
-EARLY_GAIN, EARLY_HITS = 0.1, 20.0  # the gain at first, and the usual hits after which it is half of that
+GAIN = 0.002
+"""Of log alpha, for a usual hit that lost its whole allowance too much. What is compressed now is hit hundreds of hits
+later: a larger gain makes alpha swing, and what was stored where it was low is refused."""
+
+EARLY_GAIN, EARLY_HITS = 0.1, 50.0  # the gain at first, and the usual hits after which it is half of that
 MOST_RISE = 0.3  # of log alpha, by one hit: without a bound a single long one decides
-REFUSED_SHARE = 0.7  # of a loss that was not served, for alpha: what is refused costs time and not quality
 MAX_CREDIT = 500  # usual hits whose unspent allowance is kept
 MEMORY = 500  # hits over which the figures shown are averaged
 _ROUNDING = 1e-9  # of a mean quality
-_SIZE_MEMORY = 50  # hits, for the tokens of a usual one
+_SIZE_MEMORY = 1000  # hits, for the tokens of a usual one: alpha follows what comes, not each session
 _SIZE_TOKENS = 4096.0  # of a usual one before any was seen
 _SIZE_PRIOR = 64.0  # tokens that were seen in such a one, to start with
 
@@ -117,7 +119,7 @@ class QualityTarget:
         usual = earned * self._usual_tokens
         self.credit += earned * served.num_tokens - correction * served.lost
         self.credit = min(self.credit, MAX_CREDIT * usual)
-        over = correction * (served.lost + REFUSED_SHARE * refused.lost) - earned * num_tokens
+        over = correction * (served.lost + refused.lost) - earned * num_tokens
         self._usual_hits += num_tokens / self._usual_tokens
         gain = max(GAIN, EARLY_GAIN / (1.0 + self._usual_hits / EARLY_HITS))
         self._log_factor += min(gain * max(over / usual, -1.0), MOST_RISE)
