@@ -122,6 +122,7 @@ class TreeInspection:
             "weight_horizon_s": self.terms.reuse.model.horizon_s,
             "costs": described_cost(self.terms.costs.prefill),
             "recompute_weight": self.terms.recompute_weight,
+            "read_weight": self.terms.read_weight,
             "decisions": self.journal.about(node_id),
         }
 

@@ -62,7 +62,8 @@ class PolicyTerms:
         self.cost_model = CostModel(self.costs)
         self._num_copies_seen = 0
         self._least_weight = self.recompute_weight = DROP_WEIGHT if has_host else 1.0
-        self.weighed = _weighed(self.costs, self.recompute_weight, is_away=False)
+        self.read_weight = 1.0
+        self.weighed = _weighed(self.costs, self.recompute_weight, self.read_weight, is_away=False)
         self._first_stamp_s: float | None = None
         self._refreshed_s = self._looked_s = -REFRESH_S
 
@@ -83,33 +84,37 @@ class PolicyTerms:
         if self._num_copies_seen <= COPIES_SEEN or self._num_copies_seen % COPIES_PER_LOOK == 0:
             self.cost_model.observe_copy(num_copies, num_bytes, seconds)
 
-    def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float = 1.0) -> None:
+    def advance(
+        self, stamp_s: float, costs: CostSnapshot, congestion: float = 1.0, read_congestion: float = 1.0
+    ) -> None:
         """Rank 0's clock shows ``stamp_s`` and it has seen these costs; called on every rank between two steps.
-        ``congestion``: how many requests a second of computing delays there."""
+        ``congestion``: how many requests a second of computing delays there, ``read_congestion``: one of reading."""
         if self._first_stamp_s is None:
             self._first_stamp_s = stamp_s
         self.now_s = max(self.now_s, stamp_s - self._first_stamp_s)
         if costs.copy != self.costs.copy:  # no step of a node depends on it
             self.costs = replace(self.costs, copy=costs.copy)
         self.advanced()
-        self._take(costs, max(self._least_weight, congestion))
+        self._take(costs, max(self._least_weight, congestion), read_congestion)
 
-    def _take(self, costs: CostSnapshot, weight: float) -> None:
+    def _take(self, costs: CostSnapshot, weight: float, read_weight: float) -> None:
         """Tell the policy, where that changes a prediction enough and the last time is long enough ago."""
         pause_s = max(REFRESH_S, REFRESH_S_PER_NODE * len(self._nodes))
         since_s = self.now_s - self._refreshed_s
         if self.now_s - self._looked_s < pause_s / 10:  # to compare costs takes 0.1 ms, before a request is queued
             return
         self._looked_s = self.now_s
-        weighed, known = _weighed(costs, weight, is_away=self._is_external_away()), self.weighed
+        weighed, known = _weighed(costs, weight, read_weight, is_away=self._is_external_away()), self.weighed
         tolerance = DRIFT if since_s >= pause_s else FAR  # loads that take twice as long as predicted come late
         if weighed.drifted_from(known, tolerance) or known.drifted_from(weighed, tolerance):
             self._refreshed_s = self.now_s
-            self.costs, self.recompute_weight, self.weighed = costs, weight, weighed
+            self.costs, self.weighed = costs, weighed
+            self.recompute_weight, self.read_weight = weight, read_weight
             self.costs_changed(weighed)
 
 
-def _weighed(costs: CostSnapshot, weight: float, *, is_away: bool) -> CostSnapshot:
-    """Costs as the policy sees them: a second of recomputing delays all who could run meanwhile."""
-    weighed = costs.of_a_part().with_recompute_weight(weight)
+def _weighed(costs: CostSnapshot, weight: float, read_weight: float, *, is_away: bool) -> CostSnapshot:
+    """Costs as the policy sees them: a second of recomputing delays all who could run meanwhile, one of reading all
+    whose reads wait behind it."""
+    weighed = costs.of_a_part().with_recompute_weight(weight).with_read_weight(read_weight)
     return replace(weighed, load={**weighed.load, Tier.EXTERNAL: AWAY}) if is_away else weighed

@@ -46,6 +46,7 @@ class TermFigures(Protocol):
     costs: CostSnapshot
     cost_model: CostModel
     recompute_weight: float
+    read_weight: float
 
     def value_of_hit(self) -> float: ...
 
@@ -119,6 +120,7 @@ class Statistics:
                 "decode": {codec: _described_transfer(cost) for codec, cost in self.terms.costs.decode.items()},
                 "num_observations": self.prefill_times.num_observed,
                 "recompute_weight": round(self.terms.recompute_weight, 3),
+                "read_weight": round(self.terms.read_weight, 3),
             },
             "running": {"requests": num_running(self.slots.scheduler)},
             "waiting": {"requests": num_waiting, "queued_hit_nodes": self.queued_hits.num_nodes},

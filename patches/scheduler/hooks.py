@@ -37,12 +37,13 @@ RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerR
 @dataclass(frozen=True, slots=True)
 class Stamp:
     """Rank 0's monotonic clock when it received something, and what it had seen until then: costs, and how many
-    requests a second of computing delays. ``news``: what the threads of its tiers have done, None where no other rank
-    has to know."""
+    requests a second of computing delays, and one of reading. ``news``: what the threads of its tiers have done, None
+    where no other rank has to know."""
 
     now_s: float
     costs: CostSnapshot
     congestion: float
+    read_congestion: float
     news: News | None = None
 
 
@@ -113,6 +114,8 @@ class HookedPrefetches(Protocol):
 
     @property
     def congestion(self) -> Value: ...
+    @property
+    def read_congestion(self) -> Value: ...
     @property
     def num_waiting(self) -> int: ...
     def keep_only(self, waiting: Collection[Request]) -> None: ...
@@ -192,7 +195,7 @@ class HookedCache:
     that would delay a token. ``metrics`` None: nobody reads any; ``agreement`` None: there is no other rank, or there
     are no tiers."""
 
-    advance: Callable[[float, CostSnapshot, float], None]
+    advance: Callable[[float, CostSnapshot, float, float], None]
     begin_round: BeginRound
     prefill_times: LearnedCosts
     queued_hits: WaitingHits
@@ -248,7 +251,8 @@ def _after_pull_raw_reqs(received: list[object] | None, receiver: object) -> Non
         return
     agreement = cache.agreement
     news = None if agreement is None else agreement.news()
-    received.insert(0, Stamp(now_s, cache.prefill_times.costs, cache.prefetches.congestion.value, news))
+    weights = cache.prefetches.congestion.value, cache.prefetches.read_congestion.value
+    received.insert(0, Stamp(now_s, cache.prefill_times.costs, *weights, news))
 
 
 def _after_init_request_dispatcher(_: None, scheduler: HookedScheduler) -> None:
@@ -259,7 +263,7 @@ def _take_stamp(stamp: Stamp) -> None:
     if _cache is not None:
         if _cache.agreement is not None and stamp.news is not None:
             _cache.agreement.take(stamp.news)
-        _cache.advance(stamp.now_s, stamp.costs, stamp.congestion)
+        _cache.advance(stamp.now_s, stamp.costs, stamp.congestion, stamp.read_congestion)
 
 
 def _give_way(_: GiveWay) -> None:

@@ -47,7 +47,7 @@ class Queue(Protocol):
     def add(self, req: Request) -> tuple[Prefetch, int]: ...
     def head(self) -> list[Prefetch]: ...
     def is_first(self, prefetch: Prefetch) -> bool: ...
-    def observe_ready(self, num_ready: int, now_s: float) -> None: ...
+    def observe(self, num_ready: int, num_loading: int, now_s: float) -> None: ...
 
 
 class Grafts(Protocol):
@@ -117,12 +117,13 @@ class Prefetcher:
     def advance(self) -> None:
         """Go on with the requests at the head of the queue, the first first."""
         now = self.storage.now_s()
-        num_ready = 0
+        num_ready = num_loading = 0
         for num_ahead, prefetch in enumerate(self.prefetches.head()):
             if prefetch.jobs or (now - prefetch.looked_s >= RELOOK_S and not self._is_settled(prefetch, now)):
                 self._advance(prefetch, num_ahead)
             num_ready += not prefetch.is_waiting
-        self.prefetches.observe_ready(num_ready, now)
+            num_loading += prefetch.is_waiting
+        self.prefetches.observe(num_ready, num_loading, now)
 
     def _is_settled(self, prefetch: Prefetch, now_s: float) -> bool:
         """True if the last look, not long ago, found ready all that the tree has for it, and it is so still."""

@@ -81,15 +81,15 @@ class Worth(Protocol):
 
 class Prefetches:
     """``by_request``: by ``id()`` of the request, in the order in which they came; ``is_in_order``: they are served in
-    it. ``num_ready``: requests at the head of the queue for which nothing is on its way; ``congestion``: how many
-    requests a second of computing delays."""
+    it. ``num_ready``: requests at the head of the queue for which nothing is on its way, ``num_loading``: the others;
+    ``congestion``: how many requests a second of computing delays, ``read_congestion``: one of reading."""
 
     def __init__(self, reservations: Held, now_s: Callable[[], float]) -> None:
         self._reservations = reservations
         self._now_s = now_s
         self.by_request: dict[int, Prefetch] = {}
-        self.congestion = Congestion()
-        self.num_ready, self.is_in_order = 0, True
+        self.congestion, self.read_congestion = Congestion(), Congestion()
+        self.num_ready, self.num_loading, self.is_in_order = 0, 0, True
 
     def add(self, req: Request) -> tuple[Prefetch, int]:
         """A request has entered the waiting queue, behind so many."""
@@ -107,10 +107,11 @@ class Prefetches:
     def is_first(self, prefetch: Prefetch) -> bool:
         return next(iter(self.by_request.values()), None) is prefetch
 
-    def observe_ready(self, num_ready: int, now_s: float) -> None:
-        """So many wait for nothing but their turn now."""
+    def observe(self, num_ready: int, num_loading: int, now_s: float) -> None:
+        """So many wait for nothing but their turn now, and so many for what is read for them."""
         self.congestion.observe(now_s, self.num_ready)
-        self.num_ready = num_ready
+        self.read_congestion.observe(now_s, max(0, self.num_loading - 1))  # one delays itself alone
+        self.num_ready, self.num_loading = num_ready, num_loading
 
     def is_passed_over(self, req: Request) -> bool:
         """True if the request could run and nothing new can be said of it: SGLang need not even look it up."""

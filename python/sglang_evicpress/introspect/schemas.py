@@ -129,6 +129,7 @@ EXPLAIN = record(
     weight_horizon_s=nullable(NUMBER),
     costs=_COST,
     recompute_weight=NUMBER,
+    read_weight=NUMBER,
     decisions=array(_DECISION),
 )
 JOURNAL = page(
@@ -150,7 +151,7 @@ STATS = record(
     sinks=COUNT,
     host_gb={"type": ["number", "string", "null"]},
     now_s=NUMBER,
-    costs=record(in_use=_COST, learned=_COST, num_observations=COUNT, recompute_weight=NUMBER),
+    costs=record(in_use=_COST, learned=_COST, num_observations=COUNT, recompute_weight=NUMBER, read_weight=NUMBER),
     running=record(requests=COUNT),
     waiting=record(requests=COUNT, queued_hit_nodes=COUNT),
     queue=record(expected_wait_s=nullable(NUMBER), margin_s=NUMBER, admitted_per_s=nullable(NUMBER), refused=COUNT),

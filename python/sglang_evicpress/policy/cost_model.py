@@ -119,6 +119,14 @@ class CostSnapshot:
         prefill = PrefillCost(weight * cost.fixed_s, weight * cost.per_token_s, weight * cost.per_pair_s)
         return replace(self, prefill=prefill)
 
+    def with_read_weight(self, weight: float) -> CostSnapshot:
+        """The same, where a second of reading from below the host counts ``weight`` times."""
+        load = {
+            tier: TransferCost(weight * cost.fixed_s, cost.bytes_per_s / weight) if tier > Tier.HOST else cost
+            for tier, cost in self.load.items()
+        }
+        return replace(self, load=load)
+
     def drifted_from(self, other: CostSnapshot, tolerance: float) -> bool:
         """True if a predicted duration differs from that of ``other`` by more than ``tolerance`` of the latter.
 

@@ -26,7 +26,8 @@ def seconds_lost(decisions: Sequence[Decision], planner: Planner, costs: CostSna
 
 
 class Congestion:
-    """Number of requests that a second of computing delays: the one that needs it and those that could run meanwhile.
+    """Number of requests that a second of computing delays: the one that needs it and those that could run meanwhile;
+    or that a second of reading does: those whose reads are under way or wait for their turn.
 
     A mean over the last ``MEMORY_S`` seconds, at most ``MOST``; it has no clock of its own.
     """

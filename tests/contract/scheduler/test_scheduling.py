@@ -53,8 +53,8 @@ class Loads(SimpleNamespace):
 
 class FakeCache:
     def __init__(self) -> None:
-        self.stamps: list[tuple[float, CostSnapshot, float]] = []
-        self.congestion = SimpleNamespace(value=2.5)
+        self.stamps: list[tuple[float, CostSnapshot, float, float]] = []
+        self.congestion, self.read_congestion = SimpleNamespace(value=2.5), SimpleNamespace(value=1.5)
         self.expected: list[str] = []
         self.learned_after: list[tuple[int, bool]] = []  # so many rounds, an idle one or not
         self.prefill_times = SimpleNamespace(costs=SEEN, learn=self.learn)
@@ -87,8 +87,8 @@ class FakeCache:
         yield
         self.results.append("checkpoints are made")
 
-    def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float) -> None:
-        self.stamps.append((stamp_s, costs, congestion))
+    def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float, read_congestion: float) -> None:
+        self.stamps.append((stamp_s, costs, congestion, read_congestion))
 
     def forget_weights(self) -> None:
         self.told.append("forget")
@@ -179,7 +179,7 @@ def test_what_the_receiving_rank_got_is_stamped_and_every_rank_takes_the_stamp(c
     scheduler = SimpleNamespace(_request_dispatcher=TypeBasedDispatcher([]))
     hooks._after_init_request_dispatcher(None, scheduler)
     assert scheduler._request_dispatcher(stamp) is None  # nothing is retracted
-    assert cache.stamps == [(stamp.now_s, SEEN, 2.5)]
+    assert cache.stamps == [(stamp.now_s, SEEN, 2.5, 1.5)]
 
 
 def test_what_threads_have_ended_is_told_to_other_ranks_though_nothing_was_received(cache: FakeCache) -> None:

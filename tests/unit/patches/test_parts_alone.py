@@ -342,6 +342,11 @@ def test_time_goes_on_by_stamps_and_costs_change_when_they_must() -> None:
     world.terms.advance(90.0, costs)
     world.terms.advance(130.0, costs, 5.0)
     assert told == [0.0, 0.0, 30.0, world.terms.weighed] and world.terms.recompute_weight == 5.0
+    world.terms.advance(230.0, costs, 5.0, 3.0)
+    assert world.terms.read_weight == 3.0 and world.terms.recompute_weight == 5.0
+    known, weighed = costs.of_a_part(), world.terms.weighed
+    assert weighed.load_seconds(Tier.SSD, 10**6) == pytest.approx(3.0 * known.load_seconds(Tier.SSD, 10**6))
+    assert weighed.load[Tier.HOST] == known.load[Tier.HOST] and world.terms.costs == costs
     world.terms.observe_load(Tier.HOST, 0, 1.0)
     assert world.terms.cost_model.costs.load == costs.load, "nothing was loaded"
 
