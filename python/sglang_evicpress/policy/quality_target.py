@@ -23,7 +23,7 @@ MOST_RISE = 0.3  # of log alpha, by one hit: without a bound a single long one d
 MAX_CREDIT = 500  # usual hits whose unspent allowance is kept
 MEMORY = 500  # hits over which the figures shown are averaged
 _ROUNDING = 1e-9  # of a mean quality
-_SIZE_MEMORY = 1000  # hits, for the tokens of a usual one: alpha follows what comes, not each session
+_SIZE_MEMORY = 500  # hits, for the tokens of a usual one: alpha follows what comes, not each session
 _SIZE_TOKENS = 4096.0  # of a usual one before any was seen
 _SIZE_PRIOR = 64.0  # tokens that were seen in such a one, to start with
 
