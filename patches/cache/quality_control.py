@@ -23,9 +23,10 @@ WORTH_TELLING = 0.1
 
 
 class LearnedTerms(LogicalTime, Protocol):
-    """Time, and the costs that were learned."""
+    """Time, the costs that were learned, and how often a second of computing counts as others wait for it."""
 
     costs: CostSnapshot
+    recompute_weight: float
 
 
 class AlphaPolicy(Protocol):
@@ -127,6 +128,7 @@ class QualityControl:
         if self.target is not None and not req.retracted_stain:
             refused = getattr(req, "evicpress_refused", NOTHING)
             self.refused_tokens += refused.num_tokens
+            self.target.note_prompt(len(req.origin_input_ids))
             self.target.note_hit(served, refused)
         if not req.retracted_stain:
             self.floored_tokens += getattr(req, "evicpress_floored", 0)
@@ -144,7 +146,8 @@ class QualityControl:
             self._floor_ratio = self._ratio
             self.policy.expect_anew(forms_changed=True, of_profiled=True)
         if self.target is not None and self.target.quality < 1.0:
-            alpha = self.target.next_alpha(self.terms.now_s, self.terms.costs.prefill, len(self.nodes))
+            terms = self.terms
+            alpha = self.target.next_alpha(terms.now_s, terms.costs.prefill, len(self.nodes), terms.recompute_weight)
             if alpha is not None:
                 self.policy.set_alpha(alpha)
 

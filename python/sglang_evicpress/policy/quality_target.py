@@ -18,14 +18,23 @@ GAIN = 0.002
 """Of log alpha, for a usual hit that lost its whole allowance too much. What is compressed now is hit hundreds of hits
 later: a larger gain makes alpha swing, and what was stored where it was low is refused."""
 
-EARLY_GAIN, EARLY_HITS = 0.1, 50.0  # the gain at first, and the usual hits after which it is half of that
+EARLY_GAIN, EARLY_HITS = 0.05, 50.0  # the gain at first, and the usual hits after which it is half of that
 MOST_RISE = 0.3  # of log alpha, by one hit: without a bound a single long one decides
-MAX_CREDIT = 500  # usual hits whose unspent allowance is kept
+MAX_CREDIT, MAX_CREDIT_SHARE = 500, 0.015
+"""Unspent allowance that is kept: that of so many usual hits, and no more than such a share of all tokens served."""
+
+MAX_DEBT, MAX_DEBT_SHARE = 100, 0.002
+"""How far the account may be overdrawn, likewise: the mean since the start is at most 0.002 below the target."""
+
+ALPHA_CREDIT, PRICE_CREDIT = 300.0, 20.0
+"""Usual hits whose unspent allowance divides alpha by e, and the price by which prefixes are refused once more."""
+
 MEMORY = 500  # hits over which the figures shown are averaged
 _ROUNDING = 1e-9  # of a mean quality
 _SIZE_MEMORY = 500  # hits, for the tokens of a usual one: alpha follows what comes, not each session
-_SIZE_TOKENS = 4096.0  # of a usual one before any was seen
+_SIZE_TOKENS = 4096.0  # of a usual prompt before any was seen
 _SIZE_PRIOR = 64.0  # tokens that were seen in such a one, to start with
+_PROMPT_HITS = 4.0  # that usual prompts count for in the size of a usual hit
 
 PAUSE_S = 2.0
 PAUSE_S_PER_NODE = 1e-3
@@ -63,10 +72,15 @@ class QualityTarget:
     ``correction``, which is learned from judged answers. A node's loss counts by its tokens, so that a prefix is worth
     the mean over its tokens, and so is the sum of all prefixes. What the account cannot pay for is not served
     (``num_affordable``) but computed anew, which makes it exact: that holds the target at once, whatever lies in the
-    cache. Alpha follows with integral control of its logarithm: it rises where more would have been spent than is
-    earned, falls where less is, and so moves the work from recomputing to not compressing. It is a factor times the
-    seconds in which a usual prefix is prefilled, so that it follows other contexts and other machines at once. The
-    first hits move it more: it starts near exact, and what comes in the first minutes would else be kept so.
+    cache. Nor is what costs more than it saves: lost tokens have a price, alpha over the tokens of a usual hit, which
+    rises as the credit falls, so that the few seconds of a short prefix are paid before the minutes of a long one.
+
+    Alpha follows with integral control of its logarithm: it rises where more would have been spent than is earned,
+    falls where less is, and so moves the work from recomputing to not compressing. Credit lowers it and debt raises it
+    besides, which spends what was saved and keeps it from swinging. It is a factor times the seconds in which a usual
+    prefix is prefilled, so that it follows other contexts and other machines at once; before there are hits the prompts
+    say what a usual one is. The first hits move it more: it starts near exact, and what comes in the first minutes
+    would else be kept so.
 
     Pure: all inputs are values that are equal on every rank, and so is every answer. With a quality of 1 nothing lossy
     is ever affordable, and alpha stays. Raises ValueError for a quality outside (0, 1].
@@ -79,9 +93,13 @@ class QualityTarget:
         self.alpha: float | None = None
         self.credit = 0.0
         """Tokens that may be lost beyond what the next hits earn; below 0 where too many were."""
+        self._prefill: PrefillCost | None = None
+        self._recompute_weight = 1.0
         self._log_factor = math.log(START_FACTOR)
         self._moved_s = -math.inf
-        self._hit_tokens, self._size_sum = _SIZE_PRIOR, _SIZE_PRIOR * _SIZE_TOKENS
+        self._hit_tokens = self._hit_sum = 0.0
+        self._prompt_tokens, self._prompt_sum = _SIZE_PRIOR, _SIZE_PRIOR * _SIZE_TOKENS
+        self._served_tokens = 0.0
         self._recent_tokens = self._recent_lost = 0.0
         self._usual_hits = 0.0
         self._correction = QualityCorrection(1.0 - quality)
@@ -90,17 +108,30 @@ class QualityTarget:
     # ---- what may be served
 
     def num_affordable(self, parts: Sequence[Share]) -> int:
-        """Number of the first ``parts`` of a prefix, which follow each other, that may be served now."""
+        """Number of the first ``parts`` of a prefix, which follow each other, that are served now: as many as the
+        account can pay for and as are worth their price, at the cost of prefilling that the last alpha was made by.
+        What loading them takes is left out, since only what is loaded sooner than computed is asked about."""
         if all(part.lost <= 0.0 for part in parts):
             return len(parts)
-        credit, correction = self.credit if self.quality < 1.0 else 0.0, self.correction
-        affordable, num_tokens, lost = 0, 0, 0.0
+        earned, correction, price_s = 1.0 - self.quality, self.correction, self._price_s
+        credit = self.credit + self._max_debt if earned else 0.0
+        affordable, num_tokens, lost, worth_s, most_s = 0, 0, 0.0, 0.0, 0.0
         for number, part in enumerate(parts, start=1):
+            if self._prefill is not None:
+                worth_s += self._recompute_weight * self._prefill.marginal_seconds(part.num_tokens, num_tokens)
             num_tokens += part.num_tokens
             lost += correction * part.lost
-            if lost <= 0.0 or lost <= credit + (1.0 - self.quality) * num_tokens:  # exact KV costs nothing
-                affordable = number
+            worth_s += price_s * (earned * part.num_tokens - correction * part.lost)
+            is_paid = lost <= credit + earned * num_tokens and worth_s >= most_s
+            if lost <= 0.0 or is_paid:  # exact KV costs nothing
+                affordable, most_s = number, worth_s
         return affordable
+
+    def note_prompt(self, num_tokens: int) -> None:
+        """A request with a prompt of ``num_tokens`` runs, whatever of it was served."""
+        fade = 1.0 - 1.0 / _SIZE_MEMORY
+        self._prompt_tokens = fade * self._prompt_tokens + num_tokens
+        self._prompt_sum = fade * self._prompt_sum + num_tokens * num_tokens
 
     def note_hit(self, served: Share, refused: Share = NOTHING) -> None:
         """A request runs on ``served`` tokens of the cache; ``refused`` is what could not be afforded besides."""
@@ -109,7 +140,7 @@ class QualityTarget:
             return
         fade = 1.0 - 1.0 / _SIZE_MEMORY
         self._hit_tokens = fade * self._hit_tokens + num_tokens
-        self._size_sum = fade * self._size_sum + num_tokens * num_tokens
+        self._hit_sum = fade * self._hit_sum + num_tokens * num_tokens
         fade = 1.0 - 1.0 / MEMORY
         self._recent_tokens = self._recent_tokens * fade + served.num_tokens
         self._recent_lost = self._recent_lost * fade + served.lost
@@ -117,19 +148,38 @@ class QualityTarget:
         if not earned:
             return
         usual = earned * self._usual_tokens
+        self._served_tokens += served.num_tokens
         self.credit += earned * served.num_tokens - correction * served.lost
-        self.credit = min(self.credit, MAX_CREDIT * usual)
+        self.credit = min(self.credit, MAX_CREDIT * usual, MAX_CREDIT_SHARE * self._served_tokens)
         over = correction * (served.lost + refused.lost) - earned * num_tokens
         self._usual_hits += num_tokens / self._usual_tokens
         gain = max(GAIN, EARLY_GAIN / (1.0 + self._usual_hits / EARLY_HITS))
-        self._log_factor += min(gain * max(over / usual, -1.0), MOST_RISE)
-        self._log_factor = min(max(self._log_factor, math.log(_LEAST_FACTOR)), math.log(_MOST_FACTOR))
+        self._log_factor = _bounded(self._log_factor + min(gain * max(over / usual, -1.0), MOST_RISE))
 
     @property
     def _usual_tokens(self) -> float:
         """Size of the hit in which a token is served, on average: hits of a first token alone do not count for more
-        than their one token."""
-        return self._size_sum / self._hit_tokens
+        than their one token. At first it is that of the prompts."""
+        prompt = self._prompt_sum / self._prompt_tokens
+        return (self._hit_sum + _PROMPT_HITS * prompt * prompt) / (self._hit_tokens + _PROMPT_HITS * prompt)
+
+    @property
+    def _spare_hits(self) -> float:
+        """Usual hits whose allowance is unspent; below 0 where more was spent."""
+        usual = (1.0 - self.quality) * self._usual_tokens
+        return min(max(self.credit / usual, -MAX_DEBT), MAX_CREDIT) if usual else 0.0
+
+    @property
+    def _max_debt(self) -> float:
+        usual = (1.0 - self.quality) * self._usual_tokens
+        return min(MAX_DEBT * usual, MAX_DEBT_SHARE * self._served_tokens)
+
+    @property
+    def _price_s(self) -> float:
+        """Seconds that a lost token is worth; 0 before alpha is known."""
+        if self.alpha is None:
+            return 0.0
+        return self.alpha / self._usual_tokens * math.exp(-self._spare_hits / PRICE_CREDIT)
 
     # ---- what it was worth
 
@@ -155,18 +205,24 @@ class QualityTarget:
 
     # ---- alpha
 
-    def next_alpha(self, now_s: float, prefill: PrefillCost, num_nodes: int = 0) -> float | None:
+    def next_alpha(
+        self, now_s: float, prefill: PrefillCost, num_nodes: int = 0, recompute_weight: float = 1.0
+    ) -> float | None:
         """Alpha to plan by from now on, or None to go on with the present one; the first call always has one.
 
         ``now_s`` is the logical time, ``prefill`` the cost by which the policy decides; ``num_nodes`` there are to be
-        looked at anew.
+        looked at anew. A second of prefilling what is refused counts ``recompute_weight`` times, as others wait for it.
         """
-        self._now_s = now_s
+        self._now_s, self._prefill, self._recompute_weight = now_s, prefill, recompute_weight
         if self.alpha is not None and now_s - self._moved_s < max(PAUSE_S, PAUSE_S_PER_NODE * num_nodes):
             return None
         seconds = prefill.marginal_seconds(max(1, round(self._usual_tokens)), 0)
-        alpha = math.exp(self._log_factor) * (seconds or 1.0)
+        alpha = math.exp(_bounded(self._log_factor - self._spare_hits / ALPHA_CREDIT)) * (seconds or 1.0)
         if self.alpha is not None and abs(math.log(alpha / self.alpha)) < WORTH_A_MOVE:
             return None
         self.alpha, self._moved_s = alpha, now_s
         return alpha
+
+
+def _bounded(log_factor: float) -> float:
+    return min(max(log_factor, math.log(_LEAST_FACTOR)), math.log(_MOST_FACTOR))

@@ -120,6 +120,7 @@ class Replay:
             self.reuse.observe_request(path[-1].id, now)
         kept = self._worth_loading(path, now)
         if self.target is not None:
+            self.target.note_prompt(request.num_tokens)
             kept = self._affordable(path[:kept], self.target, now)
         outcome = self._time(request, path[:kept])
         self._lineage = outcome.quality
