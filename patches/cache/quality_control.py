@@ -23,7 +23,7 @@ WORTH_TELLING = 0.1
 
 
 class LearnedTerms(LogicalTime, Protocol):
-    """Time, the costs that were learned, and how often a second of computing counts as others wait for it."""
+    """Time, the costs that were learned, and how often the policy counts a second of computing anew."""
 
     costs: CostSnapshot
     recompute_weight: float
@@ -94,6 +94,8 @@ class QualityControl:
             return len(steps)
         if self.target.quality == 1.0:
             return _num_exact(steps)
+        if req.retracted_stain:  # what it found and computed is paid for
+            return len(steps)
         return self.target.num_affordable(self.shares_of(steps))
 
     def _num_above_floor(self, req: QueuedRequest | None, steps: Steps) -> int:

@@ -195,16 +195,16 @@ class EvicPressCache(RadixCache):
         the part that matches, the match ends at its parent.
         """
         key = params.key.page_aligned(self.page_size)
-        path: list[Any] = []
-        num_resident = 0
+        path, num_resident = list[Any](), 0
         if not self.disable:
-            sound = self.parts.slot_checks.sound(self._steps(key))
-            steps = usable_steps(params.req, sound, self.config.min_match_kept)
-            steps = steps[: self.parts.quality_control.note_match(params.req, steps)]
+            quality, kept = self.parts.quality_control, self.config.min_match_kept
+            steps = usable_steps(params.req, self.parts.slot_checks.sound(self._steps(key)), kept)
+            steps = steps[: quality.note_match(params.req, steps)]
             num_resident = sum(node.value is not None for node, _ in steps)
             num_ready = self.parts.tiers.prefetcher.ready_to_load(params.req, steps, num_resident)
             steps = steps[: num_resident + num_ready]  # the last pieces of a compression may be left out by that
-            steps = steps[: servable_steps(steps, self.config.min_match_kept)]
+            while len(steps) > (num := min(servable_steps(steps, kept), quality.num_affordable(params.req, steps))):
+                steps = steps[:num]  # exact KV that cannot be loaded does not pay for what comes before it
             num_resident = min(num_resident, len(steps))
             path = self._take(steps)
         resident = path[:num_resident]

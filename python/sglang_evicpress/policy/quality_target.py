@@ -23,8 +23,8 @@ MOST_RISE = 0.3  # of log alpha, by one hit: without a bound a single long one d
 MAX_CREDIT, MAX_CREDIT_SHARE = 500, 0.015
 """Unspent allowance that is kept: that of so many usual hits, and no more than such a share of all tokens served."""
 
-MAX_DEBT, MAX_DEBT_SHARE = 100, 0.002
-"""How far the account may be overdrawn, likewise: the mean since the start is at most 0.002 below the target."""
+MAX_DEBT, MAX_DEBT_SHARE, MAX_DEBT_OF_ALLOWANCE = 100, 0.002, 0.2
+"""How far a hit may overdraw the account, likewise, and by no more than a fifth of what all tokens served earned."""
 
 ALPHA_CREDIT, PRICE_CREDIT = 300.0, 20.0
 """Usual hits whose unspent allowance divides alpha by e, and the price by which prefixes are refused once more."""
@@ -34,7 +34,7 @@ _ROUNDING = 1e-9  # of a mean quality
 _SIZE_MEMORY = 500  # hits, for the tokens of a usual one: alpha follows what comes, not each session
 _SIZE_TOKENS = 4096.0  # of a usual prompt before any was seen
 _SIZE_PRIOR = 64.0  # tokens that were seen in such a one, to start with
-_PROMPT_HITS = 4.0  # that usual prompts count for in the size of a usual hit
+_PROMPT_HITS = 4  # prompts that count for the size of a usual hit, until as many tokens were hit
 
 PAUSE_S = 2.0
 PAUSE_S_PER_NODE = 1e-3
@@ -98,7 +98,9 @@ class QualityTarget:
         self._log_factor = math.log(START_FACTOR)
         self._moved_s = -math.inf
         self._hit_tokens = self._hit_sum = 0.0
-        self._prompt_tokens, self._prompt_sum = _SIZE_PRIOR, _SIZE_PRIOR * _SIZE_TOKENS
+        self._num_prompts, self._prompt_tokens = _SIZE_PRIOR / _SIZE_TOKENS, _SIZE_PRIOR
+        self._prior_tokens, self._known_tokens = math.inf, 0
+        self._price_s = 0.0
         self._served_tokens = 0.0
         self._recent_tokens = self._recent_lost = 0.0
         self._usual_hits = 0.0
@@ -110,10 +112,11 @@ class QualityTarget:
     def num_affordable(self, parts: Sequence[Share]) -> int:
         """Number of the first ``parts`` of a prefix, which follow each other, that are served now: as many as the
         account can pay for and as are worth their price, at the cost of prefilling that the last alpha was made by.
-        What loading them takes is left out, since only what is loaded sooner than computed is asked about."""
+        What loading them takes is left out: whether to load is asked apart."""
         if all(part.lost <= 0.0 for part in parts):
             return len(parts)
-        earned, correction, price_s = 1.0 - self.quality, self.correction, self._price_s
+        earned, correction = 1.0 - self.quality, self.correction
+        price_s = self._price_s * math.exp(-self._spare_hits / PRICE_CREDIT)
         credit = self.credit + self._max_debt if earned else 0.0
         affordable, num_tokens, lost, worth_s, most_s = 0, 0, 0.0, 0.0, 0.0
         for number, part in enumerate(parts, start=1):
@@ -129,9 +132,9 @@ class QualityTarget:
 
     def note_prompt(self, num_tokens: int) -> None:
         """A request with a prompt of ``num_tokens`` runs, whatever of it was served."""
-        fade = 1.0 - 1.0 / _SIZE_MEMORY
-        self._prompt_tokens = fade * self._prompt_tokens + num_tokens
-        self._prompt_sum = fade * self._prompt_sum + num_tokens * num_tokens
+        if self._prior_tokens:
+            self._num_prompts += 1
+            self._prompt_tokens += num_tokens
 
     def note_hit(self, served: Share, refused: Share = NOTHING) -> None:
         """A request runs on ``served`` tokens of the cache; ``refused`` is what could not be afforded besides."""
@@ -141,6 +144,8 @@ class QualityTarget:
         fade = 1.0 - 1.0 / _SIZE_MEMORY
         self._hit_tokens = fade * self._hit_tokens + num_tokens
         self._hit_sum = fade * self._hit_sum + num_tokens * num_tokens
+        self._known_tokens += num_tokens
+        self._prior_tokens = max(0.0, min(self._prior_tokens, _PROMPT_HITS * self._prompt_size - self._known_tokens))
         fade = 1.0 - 1.0 / MEMORY
         self._recent_tokens = self._recent_tokens * fade + served.num_tokens
         self._recent_lost = self._recent_lost * fade + served.lost
@@ -157,11 +162,15 @@ class QualityTarget:
         self._log_factor = _bounded(self._log_factor + min(gain * max(over / usual, -1.0), MOST_RISE))
 
     @property
+    def _prompt_size(self) -> float:
+        return self._prompt_tokens / self._num_prompts
+
+    @property
     def _usual_tokens(self) -> float:
         """Size of the hit in which a token is served, on average: hits of a first token alone do not count for more
-        than their one token. At first it is that of the prompts."""
-        prompt = self._prompt_sum / self._prompt_tokens
-        return (self._hit_sum + _PROMPT_HITS * prompt * prompt) / (self._hit_tokens + _PROMPT_HITS * prompt)
+        than their one token. Before as many tokens were hit as some prompts have, it is partly that of a prompt."""
+        prior = min(self._prior_tokens, _PROMPT_HITS * self._prompt_size)
+        return (self._hit_sum + prior * self._prompt_size) / (self._hit_tokens + prior)
 
     @property
     def _spare_hits(self) -> float:
@@ -172,14 +181,8 @@ class QualityTarget:
     @property
     def _max_debt(self) -> float:
         usual = (1.0 - self.quality) * self._usual_tokens
-        return min(MAX_DEBT * usual, MAX_DEBT_SHARE * self._served_tokens)
-
-    @property
-    def _price_s(self) -> float:
-        """Seconds that a lost token is worth; 0 before alpha is known."""
-        if self.alpha is None:
-            return 0.0
-        return self.alpha / self._usual_tokens * math.exp(-self._spare_hits / PRICE_CREDIT)
+        earned = (1.0 - self.quality) * self._served_tokens
+        return min(MAX_DEBT * usual, MAX_DEBT_SHARE * self._served_tokens, MAX_DEBT_OF_ALLOWANCE * earned)
 
     # ---- what it was worth
 
@@ -211,9 +214,9 @@ class QualityTarget:
         """Alpha to plan by from now on, or None to go on with the present one; the first call always has one.
 
         ``now_s`` is the logical time, ``prefill`` the cost by which the policy decides; ``num_nodes`` there are to be
-        looked at anew. A second of prefilling what is refused counts ``recompute_weight`` times, as others wait for it.
+        looked at anew. A second of prefilling what is refused counts ``recompute_weight`` times.
         """
-        self._now_s, self._prefill, self._recompute_weight = now_s, prefill, recompute_weight
+        self._now_s, self._recompute_weight = now_s, recompute_weight
         if self.alpha is not None and now_s - self._moved_s < max(PAUSE_S, PAUSE_S_PER_NODE * num_nodes):
             return None
         seconds = prefill.marginal_seconds(max(1, round(self._usual_tokens)), 0)
@@ -221,6 +224,7 @@ class QualityTarget:
         if self.alpha is not None and abs(math.log(alpha / self.alpha)) < WORTH_A_MOVE:
             return None
         self.alpha, self._moved_s = alpha, now_s
+        self._prefill, self._price_s = prefill, alpha / self._usual_tokens
         return alpha
 
 

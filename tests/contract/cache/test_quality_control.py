@@ -13,6 +13,7 @@ from tests.contract.profiling.test_profiling import ProfiledWalk
 from tests.contract.profiling.test_shadows import HALF
 
 from sglang_evicpress.core import EXACT, Form
+from sglang_evicpress.patches.cache import radix_cache
 from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX, salted_key
 from sglang_evicpress.policy.quality_target import MAX_CREDIT_SHARE
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
@@ -281,6 +282,54 @@ def test_a_shadow_is_never_refused() -> None:
     control = walk.cache.parts.quality_control
     assert (control.num_affordable(user, steps), control.num_affordable(None, steps)) == (0, 1)
     assert control.num_affordable(shadow, steps) == 1
+
+
+def test_prompts_say_what_a_usual_hit_is_before_there_are_any() -> None:
+    walk = make_walk()
+    walk.wait_s(0.0)
+    walk.cache.parts.round_begun()
+    start = stats(walk)["alpha"]
+    for _ in range(3):
+        walk.answer(walk.random_tokens(256))
+    walk.wait_s(20.0)
+    walk.cache.parts.round_begun()
+    assert start / 20 < stats(walk)["alpha"] < start / 10
+
+
+def test_the_target_is_told_how_much_recomputing_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = make_walk()
+    control, terms, told = walk.cache.parts.quality_control, walk.cache.terms, list[tuple[object, ...]]()
+    monkeypatch.setattr(control.target, "next_alpha", lambda *arguments: told.append(arguments))
+    terms.recompute_weight = 4.0
+    control.follow_clock()
+    assert told == [(terms.now_s, terms.costs.prefill, len(walk.cache.nodes), 4.0)]
+
+
+def test_a_retracted_request_has_paid_for_what_it_found() -> None:
+    walk = make_walk()
+    tokens = compressed(walk)
+    steps = [(node, len(node.key)) for node in walk.parts(tokens)]
+    request = Request("r0", tokens, len(tokens), None)
+    control = walk.cache.parts.quality_control
+    assert control.num_affordable(request, steps) == 0
+    request.retracted_stain = True
+    assert control.num_affordable(request, steps) == 1
+
+
+def test_exact_kv_that_is_left_out_does_not_pay_for_what_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = make_walk()
+    tokens = walk.random_tokens(360)
+    walk.answer(tokens[:40])
+    walk.answer(tokens)
+    upper, lower = walk.parts(tokens)
+    walk.cache.parts.moves.compress(upper.id, HALF)
+    assert [node.kv.form for node in walk.parts(tokens)] == [HALF, EXACT]
+    request, control = Request("r0", [*tokens, 1], 361, None), walk.cache.parts.quality_control
+    assert control.num_affordable(request, [(upper, 40), (lower, 320)]) == 2
+    assert control.num_affordable(request, [(upper, 40)]) == 0
+    monkeypatch.setattr(radix_cache, "servable_steps", lambda steps, _: min(1, len(steps)))
+    walk.answer([*tokens, 1], 7)
+    assert stats(walk)["quality"]["credit_tokens"] >= 0.0
 
 
 def test_a_quality_of_1_serves_nothing_lossy() -> None:
