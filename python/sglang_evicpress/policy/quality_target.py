@@ -20,7 +20,7 @@ later: a larger gain makes alpha swing, and what was stored where it was low is 
 
 EARLY_GAIN, EARLY_HITS = 0.05, 50.0  # the gain at first, and the usual hits after which it is half of that
 MOST_RISE = 0.3  # of log alpha, by one hit: without a bound a single long one decides
-MAX_CREDIT, MAX_CREDIT_SHARE = 500, 0.02
+MAX_CREDIT, MAX_CREDIT_SHARE = 500, 0.015
 """Unspent allowance that is kept: that of so many usual hits, and no more than such a share of all tokens served."""
 
 MAX_DEBT, MAX_DEBT_SHARE, MAX_DEBT_OF_ALLOWANCE = 100, 0.002, 0.2

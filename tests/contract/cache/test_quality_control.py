@@ -63,15 +63,15 @@ def test_what_the_account_cannot_pay_for_is_computed_and_then_exact() -> None:
 
 
 def test_credit_is_spent_on_what_is_lossy() -> None:
-    """Loss of 0.125 of its tokens where 0.03 is earned and 0.02 kept: eight exact hits and its own pay for it."""
+    """Loss of 0.125 of its tokens where 0.03 is earned and half of that kept: ten exact hits and its own pay for it."""
     walk = make_walk()
     tokens = compressed(walk)
-    earn(walk, 8)
+    earn(walk, 10)
     walk.answer([*tokens, 1], 7)
     quality = stats(walk)["quality"]
     assert quality["refused_tokens"] == 0
-    assert quality["credit_tokens"] == pytest.approx(256 * (8 * MAX_CREDIT_SHARE + 0.03 - 0.125))
-    assert quality["predicted"] == pytest.approx(1.0 - 0.125 / 9, abs=1e-3)
+    assert quality["credit_tokens"] == pytest.approx(256 * (10 * MAX_CREDIT_SHARE + 0.03 - 0.125))
+    assert quality["predicted"] == pytest.approx(1.0 - 0.125 / 11, abs=1e-3)
     walk.answer([*tokens, 2], 7)
     assert stats(walk)["quality"]["refused_tokens"] == 256
 
