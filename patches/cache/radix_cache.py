@@ -197,14 +197,14 @@ class EvicPressCache(RadixCache):
         key = params.key.page_aligned(self.page_size)
         path, num_resident = list[Any](), 0
         if not self.disable:
-            quality, kept = self.parts.quality_control, self.config.min_match_kept
-            steps = usable_steps(params.req, self.parts.slot_checks.sound(self._steps(key)), kept)
-            steps = steps[: quality.note_match(params.req, steps)]
+            quality, kept, req = self.parts.quality_control, self.config.min_match_kept, params.req
+            steps = usable_steps(req, self.parts.slot_checks.sound(self._steps(key)), kept)
+            steps = steps[: (num := quality.note_match(req, steps))]
             num_resident = sum(node.value is not None for node, _ in steps)
-            num_ready = self.parts.tiers.prefetcher.ready_to_load(params.req, steps, num_resident)
-            steps = steps[: num_resident + num_ready]  # the last pieces of a compression may be left out by that
-            while len(steps) > (num := min(servable_steps(steps, kept), quality.num_affordable(params.req, steps))):
-                steps = steps[:num]  # exact KV that cannot be loaded does not pay for what comes before it
+            num_ready = self.parts.tiers.prefetcher.ready_to_load(req, steps, num_resident)
+            steps = steps[: servable_steps(steps[: num_resident + num_ready], kept)]
+            while len(steps) < num:  # what is left out does not pay for what is lossy in front of it
+                num, steps = len(steps), steps[: servable_steps(steps[: quality.num_affordable(req, steps)], kept)]
             num_resident = min(num_resident, len(steps))
             path = self._take(steps)
         resident = path[:num_resident]
