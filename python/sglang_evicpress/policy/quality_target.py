@@ -20,11 +20,11 @@ later: a larger gain makes alpha swing, and what was stored where it was low is 
 
 EARLY_GAIN, EARLY_HITS = 0.05, 50.0  # the gain at first, and the usual hits after which it is half of that
 MOST_RISE = 0.3  # of log alpha, by one hit: without a bound a single long one decides
-MAX_CREDIT, MAX_CREDIT_SHARE = 500, 0.01
+MAX_CREDIT, MAX_CREDIT_SHARE = 500, 0.015
 """Unspent allowance that is kept: that of so many usual hits, and no more than such a share of all tokens served."""
 
-MAX_DEBT, MAX_DEBT_SHARE, MAX_DEBT_OF_ALLOWANCE = 100, 0.001, 0.1
-"""How far a hit may overdraw the account, likewise, and by no more than a tenth of what all tokens served earned."""
+MAX_DEBT, MAX_DEBT_SHARE, MAX_DEBT_OF_ALLOWANCE = 100, 0.002, 0.2
+"""How far a hit may overdraw the account, likewise, and by no more than a fifth of what all tokens served earned."""
 
 ALPHA_CREDIT, PRICE_CREDIT = 300.0, 20.0
 """Usual hits whose unspent allowance divides alpha by e, and the price by which prefixes are refused once more."""
