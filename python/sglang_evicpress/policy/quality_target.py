@@ -20,8 +20,10 @@ later: a larger gain makes alpha swing, and what was stored where it was low is 
 
 EARLY_GAIN, EARLY_HITS = 0.05, 50.0  # the gain at first, and the usual hits after which it is half of that
 MOST_RISE = 0.3  # of log alpha, by one hit: without a bound a single long one decides
-MAX_CREDIT, MAX_CREDIT_SHARE = 500, 0.015
+MAX_CREDIT, MAX_CREDIT_SHARE = 500, 0.0175
 """Unspent allowance that is kept: that of so many usual hits, and no more than such a share of all tokens served."""
+
+CREDIT_AFTER = 100.0  # usual hits: what the first ones do not spend, while alpha is on its way down, is not kept
 
 MAX_DEBT, MAX_DEBT_SHARE, MAX_DEBT_OF_ALLOWANCE = 100, 0.002, 0.2
 """How far a hit may overdraw the account, likewise, and by no more than a fifth of what all tokens served earned."""
@@ -101,7 +103,7 @@ class QualityTarget:
         self._num_prompts, self._prompt_tokens = _SIZE_PRIOR / _SIZE_TOKENS, _SIZE_PRIOR
         self._prior_tokens, self._known_tokens = math.inf, 0
         self._price_s = 0.0
-        self._served_tokens = 0.0
+        self._served_tokens = self._settled_tokens = 0.0
         self._recent_tokens = self._recent_lost = 0.0
         self._usual_hits = 0.0
         self._correction = QualityCorrection(1.0 - quality)
@@ -155,7 +157,9 @@ class QualityTarget:
         usual = earned * self._usual_tokens
         self._served_tokens += served.num_tokens
         self.credit += earned * served.num_tokens - correction * served.lost
-        self.credit = min(self.credit, MAX_CREDIT * usual, MAX_CREDIT_SHARE * self._served_tokens)
+        if self._usual_hits >= CREDIT_AFTER:
+            self._settled_tokens += served.num_tokens
+        self.credit = min(self.credit, MAX_CREDIT * usual, MAX_CREDIT_SHARE * self._settled_tokens)
         over = correction * (served.lost + refused.lost) - earned * num_tokens
         self._usual_hits += num_tokens / self._usual_tokens
         gain = max(GAIN, EARLY_GAIN / (1.0 + self._usual_hits / EARLY_HITS))

@@ -123,8 +123,8 @@ def test_only_what_can_be_paid_for_is_affordable() -> None:
     assert target.num_affordable([good, bad]) == 1
     assert target.num_affordable([bad, good]) == 0
     assert target.num_affordable([bad, exact(100_000)]) == 2  # the mean over the whole prefix counts
-    for _ in range(40):
-        target.note_hit(exact())
+    for _ in range(125):
+        run(target, exact())
     assert target.num_affordable([bad]) == 1
     target.note_hit(bad)
     assert target.num_affordable([bad]) == 0
@@ -170,8 +170,11 @@ def test_the_price_stays_until_alpha_moves() -> None:
 
 
 @pytest.mark.parametrize(("quality", "owed"), [(0.95, 0.002), (0.97, 0.002), (0.999, 0.0002)])
-def test_no_more_is_owed_than_a_small_share_of_what_was_served(quality: float, owed: float) -> None:
+def test_no_more_is_owed_than_a_small_share_of_what_was_served(
+    quality: float, owed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only what can be paid for counts where nothing has a price."""
+    monkeypatch.setattr(quality_target, "CREDIT_AFTER", 0.0)
     target, draw = QualityTarget(quality), random.Random(5)
     tokens = lost = deepest = 0.0
     for _ in range(3000):
@@ -212,10 +215,19 @@ def test_exact_kv_is_served_whatever_is_owed() -> None:
     assert target.num_affordable([exact(8000), Share(500, 60)]) == 1
 
 
+def test_what_the_first_hits_leave_unspent_is_not_kept() -> None:
+    target = QualityTarget(0.97)
+    num_hits = 0
+    while target.credit == 0.0:
+        assert target.num_affordable([Share(1000, 30.0)]) == 1  # a hit spends what it earns itself
+        run(target, exact())
+        num_hits += 1
+    assert num_hits == pytest.approx(quality_target.CREDIT_AFTER, rel=0.05)
+    assert target.credit == pytest.approx(1000 * quality_target.MAX_CREDIT_SHARE)
+
+
 def test_credit_is_bounded() -> None:
     target = QualityTarget(0.97)
-    run(target, exact())
-    assert target.credit == pytest.approx(1000 * quality_target.MAX_CREDIT_SHARE)
     for _ in range(10_000):
         run(target, exact())
     assert target.credit == pytest.approx(quality_target.MAX_CREDIT * 30.0, rel=0.01)
@@ -319,7 +331,7 @@ def test_judged_answers_correct_what_is_predicted() -> None:
         target.note_judged(0.9, 0.8)
     assert target.correction == pytest.approx(2.0, rel=0.01)
     assert target.measured == pytest.approx(0.96, abs=1e-3)
-    assert target.credit == pytest.approx(10.0)
+    target.credit = 10.0
     assert target.num_affordable([Share(1000, 19.0)]) == 1
     assert target.num_affordable([Share(1000, 22.0)]) == 0  # 44 of 30, the credit and 2 that may be owed
     for _ in range(1000):
