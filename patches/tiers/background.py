@@ -46,8 +46,9 @@ the next one; with other ranks, which no clock holds together, the steps alone c
 HOST_STEPS = 4
 """Steps after which whoever found no room on the host may ask again, or give up."""
 
-LOOKED_AHEAD = 8
-"""Nodes of which each step finds out what they are to be soon: more than are taken before the next one."""
+LOOKED_AHEAD, LEAST_READY = 8, 4
+"""Nodes of which a step finds out what they are to be soon: more than are taken before the next one. Where all were
+ready for that, the next look waits until fewer of them are left on the GPU."""
 
 
 class Marking(Protocol):
@@ -95,6 +96,7 @@ class BackgroundDemotion:
     def __post_init__(self) -> None:
         self._planned: Sequence[int] = ()  # self.nodes that the last look ahead would have leave the GPU
         self._ahead = deque[Decision]()  # of these, those that were not looked at yet
+        self._ready: Sequence[int] = ()  # what a look ahead has found, where none of it was to be begun
         self._todo: list[Callable[[], int]] = []
         self._is_gpus_turn = False
         self._num_host_steps = 0  # of the present plan for the host
@@ -153,15 +155,23 @@ class BackgroundDemotion:
         ahead = min(ahead - allocator.available_size(), self.ledger.evictable)
         if ahead <= 0:
             self._ahead.clear()
+            self._ready = ()
             self._plan_to_leave([])
             return 0
         num_begun = self._prepare_ahead()
         if num_begun:
             self._plan_to_leave(self._planned)  # copies that came meanwhile are kept as well
             return num_begun
+        if sum(self._is_on_gpu(node_id) for node_id in self._ready) >= LEAST_READY:
+            return 0
         self._ahead.extend(self._plan_ahead(Tier.GPU, ahead * slot_bytes, LOOKED_AHEAD))
         self._plan_to_leave([one.node_id for one in self._ahead if one.option.tier in (Tier.HOST, Tier.SSD)])
+        self._ready = [one.node_id for one in self._ahead]
         return self._prepare_ahead()
+
+    def _is_on_gpu(self, node_id: int) -> bool:
+        node = self.nodes.get(node_id)
+        return node is not None and node.value is not None
 
     def _prepare_ahead(self) -> int:
         """Begin with the next nodes that are to leave the GPU; returns how many copies were begun."""
@@ -171,10 +181,12 @@ class BackgroundDemotion:
             node = self.nodes.get(decision.node_id)  # None: it had to make room on the host
             if node is None or node.value is None or node.kv.job is not None:
                 continue
-            if not self._prepare(node, decision.option):
-                self._ahead.clear()
-                break
+            is_ready = self._prepare(node, decision.option)
             num_begun += node.kv.job is not None
+            if not is_ready or node.kv.job is not None:
+                self._ready = ()
+            if not is_ready:
+                self._ahead.clear()
             if num_begun >= MOST_NODES:
                 break
         return num_begun
