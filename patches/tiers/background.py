@@ -39,7 +39,7 @@ SSD_LOW_SHARE, SSD_HIGH_SHARE = 1 / 32, 1 / 16  # the same of the SSD tier
 MOST_NODES = 2
 """Nodes that a step moves or begins to copy."""
 
-MOST_STEPS, MOST_S = 6, 1.8e-3
+MOST_STEPS, MOST_S = 6, 0.8e-3
 """Steps of a call where requests would have to evict else, and the time of a round after which it leaves the rest to
 the next one; with other ranks, which no clock holds together, the steps alone count."""
 

@@ -140,7 +140,7 @@ def lines(what: str, found: Mapping[str, Calls]) -> Iterator[Line]:
 
 def idle_line(what: str, found: Mapping[str, Calls], collections: Calls) -> Line:
     """A full collection comes when nobody waits; whoever comes meanwhile does, once."""
-    rest = {name: calls for name, calls in found.items() if not name.startswith(("gc ", "garbage."))}
+    rest = {name: calls for name, calls in found.items() if not name.startswith("gc ")}
     name, longest = max(rest.items(), key=lambda item: item[1].max_s, default=("none", Calls()))
     return Line(
         f"{what}: the longest call of ours but a full collection",

@@ -92,8 +92,9 @@ class ReuseTracker:
         """True if another call of ``advance`` has more to do."""
         return self._num_to_revise > 0 or self._has_to_learn or bool(self._due and self._due[0][0] <= now_s)
 
-    def advance(self, now_s: float) -> list[int]:
-        """Let nodes grow older; returns those whose rate may have changed, each once, a bounded number."""
+    def advance(self, now_s: float, most_grown: int = MOST_GROWN) -> list[int]:
+        """Let nodes grow older, at most ``most_grown``; returns those whose rate may have changed, each once, and few
+        more than that."""
         has_to_forget = len(self._ring) > len(self._histories) + MOST_REVISED
         self._now_s = max(self._now_s, now_s)
         is_due = bool(self._due) and self._due[0][0] <= now_s
@@ -101,7 +102,7 @@ class ReuseTracker:
             return []
         changed = dict[int, None]()
         for _ in range(MOST_LOOKED):
-            if not self._due or self._due[0][0] > now_s or len(changed) == MOST_GROWN:
+            if not self._due or self._due[0][0] > now_s or len(changed) >= most_grown:
                 break
             _, entry, node_id = heapq.heappop(self._due)
             history = self._histories.get(node_id)
