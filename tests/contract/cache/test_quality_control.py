@@ -15,6 +15,7 @@ from tests.contract.profiling.test_shadows import HALF
 from sglang_evicpress.core import EXACT, Form
 from sglang_evicpress.patches.cache import radix_cache
 from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX, salted_key
+from sglang_evicpress.policy import quality_target
 from sglang_evicpress.policy.quality_target import MAX_CREDIT_SHARE
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 
@@ -41,6 +42,12 @@ def compressed(walk: ProfiledWalk, form: Form = HALF) -> list[int]:
     return tokens
 
 
+@pytest.fixture
+def keeps_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first hits earn as later ones do."""
+    monkeypatch.setattr(quality_target, "CREDIT_AFTER", 0.0)
+
+
 def earn(walk: ProfiledWalk, num_hits: int) -> None:
     """So many hits of 256 exact tokens."""
     tokens = walk.random_tokens(256)
@@ -62,16 +69,17 @@ def test_what_the_account_cannot_pay_for_is_computed_and_then_exact() -> None:
     walk.check()
 
 
+@pytest.mark.usefixtures("keeps_credit")
 def test_credit_is_spent_on_what_is_lossy() -> None:
-    """Loss of 0.125 of its tokens where 0.03 is earned and half of that kept: ten exact hits and its own pay for it."""
+    """Loss of 0.125 of its tokens where 0.03 is earned and half of that kept: eight exact hits and its own pay for it."""
     walk = make_walk()
     tokens = compressed(walk)
-    earn(walk, 10)
+    earn(walk, 8)
     walk.answer([*tokens, 1], 7)
     quality = stats(walk)["quality"]
     assert quality["refused_tokens"] == 0
-    assert quality["credit_tokens"] == pytest.approx(256 * (10 * MAX_CREDIT_SHARE + 0.03 - 0.125))
-    assert quality["predicted"] == pytest.approx(1.0 - 0.125 / 11, abs=1e-3)
+    assert quality["credit_tokens"] == pytest.approx(256 * (8 * MAX_CREDIT_SHARE + 0.03 - 0.125))
+    assert quality["predicted"] == pytest.approx(1.0 - 0.125 / 9, abs=1e-3)
     walk.answer([*tokens, 2], 7)
     assert stats(walk)["quality"]["refused_tokens"] == 256
 
@@ -209,6 +217,7 @@ def test_what_a_floor_lets_nodes_become_follows_judged_answers() -> None:
     walk.check()
 
 
+@pytest.mark.usefixtures("keeps_credit")
 def test_what_was_computed_on_a_lossy_prefix_costs_what_that_was_worth_when_it_is_exact_again() -> None:
     walk = make_walk()
     tokens = compressed(walk)
