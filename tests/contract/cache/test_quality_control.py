@@ -71,7 +71,7 @@ def test_what_the_account_cannot_pay_for_is_computed_and_then_exact() -> None:
 
 @pytest.mark.usefixtures("keeps_credit")
 def test_credit_is_spent_on_what_is_lossy() -> None:
-    """Loss of 0.125 of its tokens where 0.03 is earned and half of that kept: eight exact hits and its own pay for it."""
+    """Loss of 0.125 of its tokens where 0.03 is earned and half of it kept: eight exact hits and its own pay for it."""
     walk = make_walk()
     tokens = compressed(walk)
     earn(walk, 8)
