@@ -46,9 +46,9 @@ the next one; with other ranks, which no clock holds together, the steps alone c
 HOST_STEPS = 4
 """Steps after which whoever found no room on the host may ask again, or give up."""
 
-LOOKED_AHEAD, LEAST_READY = 8, 4
+LOOKED_AHEAD, LEAST_READY, MOST_PUT_OFF = 8, 4, 8
 """Nodes of which a step finds out what they are to be soon: more than are taken before the next one. Where all were
-ready for that, the next look waits until fewer of them are left on the GPU."""
+ready for that, the next look waits until fewer of them are left on the GPU, or for so many steps: they may be used."""
 
 
 class Marking(Protocol):
@@ -97,6 +97,7 @@ class BackgroundDemotion:
         self._planned: Sequence[int] = ()  # self.nodes that the last look ahead would have leave the GPU
         self._ahead = deque[Decision]()  # of these, those that were not looked at yet
         self._ready: Sequence[int] = ()  # what a look ahead has found, where none of it was to be begun
+        self._num_put_off = 0  # looks ahead since
         self._todo: list[Callable[[], int]] = []
         self._is_gpus_turn = False
         self._num_host_steps = 0  # of the present plan for the host
@@ -162,8 +163,10 @@ class BackgroundDemotion:
         if num_begun:
             self._plan_to_leave(self._planned)  # copies that came meanwhile are kept as well
             return num_begun
-        if sum(self._is_on_gpu(node_id) for node_id in self._ready) >= LEAST_READY:
+        self._num_put_off += 1
+        if self._num_put_off <= MOST_PUT_OFF and sum(map(self._is_on_gpu, self._ready)) >= LEAST_READY:
             return 0
+        self._num_put_off = 0
         self._ahead.extend(self._plan_ahead(Tier.GPU, ahead * slot_bytes, LOOKED_AHEAD))
         self._plan_to_leave([one.node_id for one in self._ahead if one.option.tier in (Tier.HOST, Tier.SSD)])
         self._ready = [one.node_id for one in self._ahead]
