@@ -96,7 +96,8 @@ class BackgroundDemotion:
     def __post_init__(self) -> None:
         self._planned: Sequence[int] = ()  # self.nodes that the last look ahead would have leave the GPU
         self._ahead = deque[Decision]()  # of these, those that were not looked at yet
-        self._ready: Sequence[int] = ()  # what a look ahead has found, where none of it was to be begun
+        # What a look ahead has found, where none of it was to be begun: ids and versions.
+        self._ready: Sequence[tuple[int, int]] = ()
         self._num_put_off = 0  # looks ahead since
         self._todo: list[Callable[[], int]] = []
         self._is_gpus_turn = False
@@ -164,17 +165,18 @@ class BackgroundDemotion:
             self._plan_to_leave(self._planned)  # copies that came meanwhile are kept as well
             return num_begun
         self._num_put_off += 1
-        if self._num_put_off <= MOST_PUT_OFF and sum(map(self._is_on_gpu, self._ready)) >= LEAST_READY:
+        if self._num_put_off <= MOST_PUT_OFF and sum(map(self._is_ready, self._ready)) >= LEAST_READY:
             return 0
         self._num_put_off = 0
         self._ahead.extend(self._plan_ahead(Tier.GPU, ahead * slot_bytes, LOOKED_AHEAD))
         self._plan_to_leave([one.node_id for one in self._ahead if one.option.tier in (Tier.HOST, Tier.SSD)])
-        self._ready = [one.node_id for one in self._ahead]
+        self._ready = [(one.node_id, self.nodes[one.node_id].kv.version) for one in self._ahead]
         return self._prepare_ahead()
 
-    def _is_on_gpu(self, node_id: int) -> bool:
-        node = self.nodes.get(node_id)
-        return node is not None and node.value is not None
+    def _is_ready(self, found: tuple[int, int]) -> bool:
+        """True if a node that was ready to leave the GPU has not left, changed or come into use since."""
+        node = self.nodes.get(found[0])
+        return node is not None and node.value is not None and node.kv.version == found[1] and not node.lock_ref
 
     def _prepare_ahead(self) -> int:
         """Begin with the next nodes that are to leave the GPU; returns how many copies were begun."""
@@ -182,7 +184,10 @@ class BackgroundDemotion:
         while self._ahead:
             decision = self._ahead.popleft()
             node = self.nodes.get(decision.node_id)  # None: it had to make room on the host
-            if node is None or node.value is None or node.kv.job is not None:
+            if node is None or node.value is None:
+                continue
+            if node.kv.job is not None:
+                self._ready = ()  # when that is over, more of it may be to be done
                 continue
             is_ready = self._prepare(node, decision.option)
             num_begun += node.kv.job is not None

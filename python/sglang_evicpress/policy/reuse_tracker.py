@@ -11,6 +11,9 @@ from sglang_evicpress.policy.reuse import BORDERS_S, NUM_AGES, History, ReuseMod
 MOST_GROWN = 32
 """Nodes, at most, that grow older in one call of ``advance``; the others do in the next."""
 
+LATE_S = 5.0
+"""After its time, a node is late to grow older."""
+
 MOST_LOOKED = 512
 """Entries, at most, of which a call finds out whether they still count."""
 
@@ -93,13 +96,15 @@ class ReuseTracker:
         return self._num_to_revise > 0 or self._has_to_learn or bool(self._due and self._due[0][0] <= now_s)
 
     def advance(self, now_s: float, most_grown: int = MOST_GROWN) -> list[int]:
-        """Let nodes grow older, at most ``most_grown``; returns those whose rate may have changed, each once, and few
-        more than that."""
+        """Let nodes grow older, at most ``most_grown`` unless one is late; returns those whose rate may have changed,
+        each once, a bounded number."""
         has_to_forget = len(self._ring) > len(self._histories) + MOST_REVISED
         self._now_s = max(self._now_s, now_s)
         is_due = bool(self._due) and self._due[0][0] <= now_s
         if not (is_due or self._has_to_learn or self._num_to_revise or has_to_forget):
             return []
+        if is_due and now_s - self._due[0][0] > LATE_S:
+            most_grown = max(most_grown, MOST_GROWN)
         changed = dict[int, None]()
         for _ in range(MOST_LOOKED):
             if not self._due or self._due[0][0] > now_s or len(changed) >= most_grown:
