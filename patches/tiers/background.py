@@ -170,7 +170,8 @@ class BackgroundDemotion:
         self._num_put_off = 0
         self._ahead.extend(self._plan_ahead(Tier.GPU, ahead * slot_bytes, LOOKED_AHEAD))
         self._plan_to_leave([one.node_id for one in self._ahead if one.option.tier in (Tier.HOST, Tier.SSD)])
-        self._ready = [(one.node_id, self.nodes[one.node_id].kv.version) for one in self._ahead]
+        found = (self.nodes[one.node_id] for one in self._ahead)  # of one that is copied more may be to be done then
+        self._ready = [(node.id, node.kv.version) for node in found if node.kv.job is None]
         return self._prepare_ahead()
 
     def _is_ready(self, found: tuple[int, int]) -> bool:
@@ -184,10 +185,7 @@ class BackgroundDemotion:
         while self._ahead:
             decision = self._ahead.popleft()
             node = self.nodes.get(decision.node_id)  # None: it had to make room on the host
-            if node is None or node.value is None:
-                continue
-            if node.kv.job is not None:
-                self._ready = ()  # when that is over, more of it may be to be done
+            if node is None or node.value is None or node.kv.job is not None:
                 continue
             is_ready = self._prepare(node, decision.option)
             num_begun += node.kv.job is not None

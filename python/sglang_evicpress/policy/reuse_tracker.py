@@ -11,7 +11,7 @@ from sglang_evicpress.policy.reuse import BORDERS_S, NUM_AGES, History, ReuseMod
 MOST_GROWN = 32
 """Nodes, at most, that grow older in one call of ``advance``; the others do in the next."""
 
-LATE_S = 5.0
+LATE_S = 30.0
 """After its time, a node is late to grow older."""
 
 MOST_LOOKED = 512
