@@ -9,10 +9,13 @@ Ydstie, Automatica 17(6), 1981).
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from itertools import combinations
-from operator import mul
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
 
 _WINDOW = 64  # observations a cost remembers
 _STEADY = -math.log(0.96)  # forgetting per observation: half the weight is on the last 17
@@ -43,91 +46,61 @@ class Fit:
 
     def __init__(self, start: tuple[float, ...]) -> None:
         self.cost = start
-        self._anchor = start
+        self._anchor: Floats = np.array(start)
         self._clock = 0.0
         self._hasty = False
-        self._rows: deque[tuple[tuple[float, ...], float, float]] = deque(maxlen=_WINDOW)  # terms, seconds, birth
+        self._rows: Floats = np.empty((0, len(start) + 2))  # terms, seconds, birth
 
     def observe(self, terms: tuple[float, ...], seconds: float) -> None:
         """``terms``: one value above 0 per coefficient; ``seconds``: what the sum came to."""
         self._clock += _HASTY if self._hasty else _STEADY
-        self._rows.append((terms, clamped_seconds(seconds), self._clock))
-        while self._clock - self._rows[0][2] > _FORGOTTEN:
-            self._rows.popleft()
-        rows, took, births = zip(*self._rows, strict=True)
-        columns = list(zip(*rows, strict=True))
-        weights = [math.exp(birth - self._clock) for birth in births]
-        anchored = _weighted_sum(self._anchor, columns)
-        scale = weighted_median([y / p for y, p in zip(took, anchored, strict=True)], weights) if all(anchored) else 1.0
-        expected = [scale * coefficient for coefficient in self._anchor]
+        newest = (*terms, clamped_seconds(seconds), self._clock)
+        self._rows = np.vstack([self._rows[1 - _WINDOW :], newest])
+        self._rows = self._rows[self._clock - self._rows[:, -1] <= _FORGOTTEN]
+        seen, took, births = self._rows[:, :-2], self._rows[:, -2], self._rows[:, -1]
+        weights = np.exp(births - self._clock)
+        anchored = seen @ self._anchor
+        expected: Floats = (_weighted_median(took / anchored, weights) if anchored.all() else 1.0) * self._anchor
+        cost: Floats = np.array(self.cost)
         for _ in range(_PASSES):
-            self.cost = _refined(self.cost, columns, took, weights, expected)
-        self._anchor = tuple(old + _ANCHOR_RATE * (new - old) for old, new in zip(expected, self.cost, strict=True))
-        fitted = _weighted_sum(self.cost, columns)
-        errors = [abs(math.log(y / p)) for y, p in zip(took, fitted, strict=True)]
+            cost = _refined(cost, seen, took, weights, expected)
+        self.cost = tuple(cost.tolist())
+        self._anchor = expected + _ANCHOR_RATE * (cost - expected)
+        errors = np.abs(np.log(took / (seen @ cost)))
         was_hasty = self._hasty
-        self._hasty = sum(min(error, _MOST_WRONG) for error in errors[-_RECENT:]) > _WRONG * _RECENT
+        self._hasty = bool(np.minimum(errors[-_RECENT:], _MOST_WRONG).sum() > _WRONG * _RECENT)
         if was_hasty and not self._hasty:
             # The cost has caught up with a change: what it left behind is not to pull it back.
-            fitting = [row for row, error in zip(self._rows, errors, strict=True) if error < _LEFT_BEHIND]
-            self._rows = deque(fitting, maxlen=_WINDOW)
+            self._rows = self._rows[errors < _LEFT_BEHIND]
 
 
-def _refined(
-    cost: tuple[float, ...],
-    columns: Sequence[Sequence[float]],
-    took: Sequence[float],
-    weights: Sequence[float],
-    expected: Sequence[float],
-) -> tuple[float, ...]:
+def _refined(cost: Floats, seen: Floats, took: Floats, weights: Floats, expected: Floats) -> Floats:
     """One step of iteratively reweighted least squares from ``cost``.
 
-    ``columns`` holds per term its value in each observation. Unknown is the share each term has in a typical
-    duration, which makes all numbers of the order of 1.
+    ``seen`` [observations, terms] holds their values. Unknown is the share each term has in a typical duration, which
+    makes all numbers of the order of 1.
     """
-    # A cost of zeros predicts nothing yet: the observed durations stand in.
-    predicted = [p or y for p, y in zip(_weighted_sum(cost, columns), took, strict=True)]
-    ratios = [y / p for y, p in zip(took, predicted, strict=True)]
-    pulls = [w * _HUBER / max(abs(ratio - 1.0), _HUBER) for w, ratio in zip(weights, ratios, strict=True)]
-    total = sum(pulls)
-    shares = []  # of each term in each predicted duration, then in units of the typical share
-    reach = []
-    for column in columns:
-        share = [x / p for x, p in zip(column, predicted, strict=True)]
-        reach.append(_dot(pulls, share) / total)
-        shares.append([value / reach[-1] for value in share])
-    gram = [[0.0] * len(cost) for _ in cost]
-    right = [0.0] * len(cost)
-    for i, share in enumerate(shares):
-        pulled = list(map(mul, pulls, share))
-        right[i] = _dot(pulled, ratios)
-        for j in range(i + 1):
-            gram[i][j] = gram[j][i] = _dot(pulled, shares[j])
-        prior = expected[i] * reach[i]
-        trust = _PRIOR / max(prior, _PRIOR_SHARE) ** 2
-        gram[i][i] += trust
-        right[i] += trust * prior
-    return tuple(share / unit for share, unit in zip(_non_negative(gram, right), reach, strict=True))
+    predicted = seen @ cost
+    predicted = np.where(predicted, predicted, took)  # a cost of zeros predicts nothing yet
+    ratios = took / predicted
+    pulls = weights * _HUBER / np.maximum(np.abs(ratios - 1.0), _HUBER)
+    shares = seen / predicted[:, None]
+    reach = pulls @ shares / pulls.sum()
+    shares /= reach  # in units of the typical share
+    pulled = shares * pulls[:, None]
+    prior = expected * reach
+    trust = _PRIOR / np.maximum(prior, _PRIOR_SHARE) ** 2
+    gram = pulled.T @ shares + np.diag(trust)
+    right = pulled.T @ ratios + trust * prior
+    refined: Floats = np.array(_non_negative(gram.tolist(), right.tolist())) / reach
+    return refined
 
 
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    total: float = sum(map(mul, left, right))
-    return total
-
-
-def _weighted_sum(cost: Sequence[float], columns: Sequence[Sequence[float]]) -> list[float]:
-    """Prediction of ``cost`` for each observation: the sum over terms of coefficient times value."""
-    return [_dot(cost, terms) for terms in zip(*columns, strict=True)]
-
-
-def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
+def _weighted_median(values: Floats, weights: Floats) -> float:
     """The first of the sorted values with half of all weight up to it."""
-    half = sum(weights) / 2
-    for value, weight in sorted(zip(values, weights, strict=True)):
-        half -= weight
-        if half <= 0.0:
-            return value
-    return max(values)  # only by rounding
+    order = np.argsort(values, kind="stable")
+    sums = np.cumsum(weights[order])
+    return float(values[order[np.searchsorted(sums, sums[-1] / 2)]])
 
 
 def _non_negative(gram: list[list[float]], right: list[float]) -> list[float]:

@@ -103,6 +103,11 @@ class ReuseTracker:
         is_due = bool(self._due) and self._due[0][0] <= now_s
         if not (is_due or self._has_to_learn or self._num_to_revise or has_to_forget):
             return []
+        if self._has_to_learn:  # which takes as long as many nodes, so that these wait for the next call
+            self._has_to_learn = False
+            self.model.learn()
+            self._num_to_revise = len(self._ring)
+            return []
         if is_due and now_s - self._due[0][0] > LATE_S:
             most_grown = max(most_grown, MOST_GROWN)
         changed = dict[int, None]()
@@ -115,10 +120,6 @@ class ReuseTracker:
                 self._grow(history)
                 self._schedule(node_id, history)
                 changed[node_id] = None
-        if self._has_to_learn:
-            self._has_to_learn = False
-            self.model.learn()
-            self._num_to_revise = len(self._ring)
         num_revised = 0
         for _ in range(min(MOST_FORGOTTEN, len(self._ring)) if self._num_to_revise or has_to_forget else 0):
             if num_revised == MOST_REVISED:
