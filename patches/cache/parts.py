@@ -45,6 +45,12 @@ from sglang_evicpress.patches.tree.types import Node, Request
 MOST_PUT_OFF = 8
 """Rounds for which a token waits, one after the other, of which one is not free of other work."""
 
+MANY_NODES = 1024
+"""Nodes from which on each kind of work has rounds of its own, as all together take 2 ms: to let nodes grow older, to
+work out their steps, and to make room. The first two are done twice then."""
+
+_GROWTH, _STEPS, _ROOM = range(3)
+
 
 class Parts:
     """All of them, each made after those that it is given."""
@@ -70,7 +76,9 @@ class Parts:
         slot_bytes = compressor.slot_bytes
         tree = self.tree = TreeParts(nodes, allocator, page_size, config, compressor, identity, outside, later)
         self.round_begun = Signal[[]]()
+        self._nodes = nodes
         self._num_put_off = 0
+        self._turn = _ROOM
         tiers = self.tiers = TierParts(tree, nodes, allocator, page_size, config, compressor, outside, later)
         self.idle_promotion = IdlePromotion(
             tree.storage,
@@ -294,12 +302,33 @@ class Parts:
         if tree.policy.tenant_plans.limits:
             self.round_begun.subscribe(tenant_limits.enforce)
 
-    def begin_round(self, *, delays_token: bool) -> None:
-        """Some of what is to be done at many nodes; where a first token waits for this round, in a later one."""
+    def begin_round(self, *, delays_token: bool) -> bool:
+        """Some of what is to be done at many nodes; where a first token waits for this round, in a later one. True
+        where the round has time to learn."""
         self.tree.background_clock.begin_round()
         self._num_put_off = self._num_put_off + 1 if delays_token else 0
         if self._num_put_off % MOST_PUT_OFF == 0:
             self.round_begun()
+        return self._turn == _STEPS or not self._takes_turns
+
+    def _visit_nodes(self) -> None:
+        """Let nodes grow older, and work out their steps."""
+        queued_hits, policy = self.tree.queued_hits, self.tree.policy
+        if not self._takes_turns:
+            queued_hits.grow_older()
+            policy.advance()
+            return
+        self._turn = (self._turn + 1) % (_ROOM + 1)
+        self.tree.background_clock.is_full = self._turn != _ROOM
+        if self._turn == _GROWTH:
+            queued_hits.grow_older(2)
+        elif self._turn == _STEPS:
+            policy.advance()
+            policy.advance()
+
+    @property
+    def _takes_turns(self) -> bool:
+        return len(self._nodes) >= MANY_NODES
 
     def _return_due(self) -> None:
         """Not by the stamped clock, which stands still while no request comes."""
@@ -360,9 +389,7 @@ class Parts:
             self.slot_checks.clear,
         )
         terms.advanced.subscribe(self.moves.retry_failed, tree.quality.refresh_default, self.shadows.expire_shadows)
-        self.round_begun.subscribe(
-            self.quality_control.follow_clock, tree.queued_hits.grow_older, tree.policy.advance, tree.quality.advance
-        )
+        self.round_begun.subscribe(self.quality_control.follow_clock, self._visit_nodes, tree.quality.advance)
         terms.costs_changed.subscribe(tree.policy.refresh)
         tree.quality.judged.subscribe(self.quality_control.note_judged)
         self.views.admitted.subscribe(

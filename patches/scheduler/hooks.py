@@ -172,9 +172,10 @@ class HookedMetrics(Protocol):
 
 
 class BeginRound(Protocol):
-    """What is done before a batch is made; ``delays_token``: somebody would wait for it for a first token."""
+    """What is done before a batch is made; ``delays_token``: somebody would wait for it for a first token. True where
+    there is time to learn."""
 
-    def __call__(self, *, delays_token: bool) -> None: ...
+    def __call__(self, *, delays_token: bool) -> bool: ...
 
 
 class HookedGuests(Protocol):
@@ -290,8 +291,8 @@ def begin_round(scheduler: HookedScheduler) -> None:
     is_idle = last is None and not is_running and not scheduler.waiting_queue
     # What was just prefilled joins those that run later, and its token is sent after the next batch is launched.
     delays_token = last.forward_mode.is_extend() if last is not None else not is_running
-    _cache.begin_round(delays_token=delays_token and not is_idle)
-    if is_idle or not delays_token:
+    has_time = _cache.begin_round(delays_token=delays_token and not is_idle)
+    if has_time and (is_idle or not delays_token):
         _cache.prefill_times.learn(is_idle=is_idle)
     _cache.decode_budgets.visit_budgets(scheduler)
     _cache.rounds.tick(is_idle=is_idle, delays_token=delays_token)

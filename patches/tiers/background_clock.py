@@ -10,7 +10,8 @@ MOST_DEFERRED_S = 0.05  # by which a plan that is due waits for a first token
 
 
 class BackgroundClock:
-    """``is_dirty``: something has changed that may call for room. ``busy_s``: when a request last ran or waited."""
+    """``is_dirty``: something has changed that may call for room. ``busy_s``: when a request last ran or waited.
+    ``is_full``: other work takes the time of this round."""
 
     def __init__(self, *, is_shared: bool = False) -> None:
         self._is_shared = is_shared
@@ -19,10 +20,11 @@ class BackgroundClock:
         self._next_plan_s = 0.0
         self._is_urgent = False
         self._round_s = 0.0
+        self.is_full = False
 
     def begin_round(self) -> None:
         """Work between two batches begins, of this and of others."""
-        self._round_s = time.perf_counter()
+        self._round_s, self.is_full = time.perf_counter(), False
 
     def spent_s(self) -> float:
         """Seconds since the round began."""
@@ -42,7 +44,7 @@ class BackgroundClock:
         """True if plans are due: what changes from now on calls for others. ``delays_token``: somebody would wait for
         them for a first token, and they can follow it."""
         due_s = self._next_plan_s + (MOST_DEFERRED_S if delays_token else 0.0)
-        is_due = self.is_dirty and (is_idle or now_s >= due_s)
+        is_due = self.is_dirty and not self.is_full and (is_idle or now_s >= due_s)
         if is_due:
             self.is_dirty = self._is_urgent = False
         return is_due

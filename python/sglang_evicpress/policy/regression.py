@@ -9,7 +9,6 @@ Ydstie, Automatica 17(6), 1981).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np

@@ -11,6 +11,9 @@ from sglang_evicpress.policy.reuse import BORDERS_S, NUM_AGES, History, ReuseMod
 MOST_GROWN = 32
 """Nodes, at most, that grow older in one call of ``advance``; the others do in the next."""
 
+GROWN_BESIDE = 4
+"""Nodes, at most, that do in a call in which the model learns, which takes as long as many of them."""
+
 LATE_S = 30.0
 """After its time, a node is late to grow older."""
 
@@ -103,13 +106,10 @@ class ReuseTracker:
         is_due = bool(self._due) and self._due[0][0] <= now_s
         if not (is_due or self._has_to_learn or self._num_to_revise or has_to_forget):
             return []
-        if self._has_to_learn:  # which takes as long as many nodes, so that these wait for the next call
-            self._has_to_learn = False
-            self.model.learn()
-            self._num_to_revise = len(self._ring)
-            return []
         if is_due and now_s - self._due[0][0] > LATE_S:
             most_grown = max(most_grown, MOST_GROWN)
+        if self._has_to_learn:
+            most_grown = min(most_grown, GROWN_BESIDE)
         changed = dict[int, None]()
         for _ in range(MOST_LOOKED):
             if not self._due or self._due[0][0] > now_s or len(changed) >= most_grown:
@@ -120,6 +120,10 @@ class ReuseTracker:
                 self._grow(history)
                 self._schedule(node_id, history)
                 changed[node_id] = None
+        if self._has_to_learn:
+            self._has_to_learn = False
+            self.model.learn()
+            self._num_to_revise = len(self._ring)
         num_revised = 0
         for _ in range(min(MOST_FORGOTTEN, len(self._ring)) if self._num_to_revise or has_to_forget else 0):
             if num_revised == MOST_REVISED:

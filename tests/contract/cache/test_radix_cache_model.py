@@ -825,6 +825,24 @@ def test_work_at_many_nodes_is_put_off_while_a_token_waits_and_not_for_ever(walk
     assert told[-2:] == ["work", "work"]
 
 
+def test_of_many_nodes_each_kind_of_work_has_rounds_of_its_own(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, told = walk.cache.parts, list[str]()
+    monkeypatch.setattr(parts.tree.queued_hits, "grow_older", lambda num_rounds=1: told.append(f"grow {num_rounds}"))
+    monkeypatch.setattr(parts.tree.policy, "advance", lambda: told.append("steps"))
+    clock = parts.tree.background_clock
+    clock.mark_dirty()
+    assert parts.begin_round(delays_token=False), "there is time to learn"
+    assert told == ["grow 1", "steps"] and not clock.is_full, "of few, all of it in one"
+    monkeypatch.setattr("sglang_evicpress.patches.cache.parts.MANY_NODES", 0)
+    rounds = [(parts.begin_round(delays_token=False), clock.is_full) for _ in range(6)]
+    assert told[2:] == 2 * ["grow 2", "steps", "steps"]
+    assert rounds == 2 * [(False, True), (True, True), (False, False)], "(learns, makes no room)"
+    parts.begin_round(delays_token=False)
+    assert not clock.begin_plan(0.0, is_idle=True)
+    parts.begin_round(delays_token=True)
+    assert clock.begin_plan(0.0, is_idle=True), "a round that delays a token does none of it"
+
+
 def test_what_is_used_every_few_seconds_stays_and_what_was_used_once_goes(walk: Walk) -> None:
     cost = costs_of(walk.cache.terms.costs.prefill)
     often = served(walk, 60)

@@ -28,6 +28,7 @@ from sglang_evicpress.patches.scheduler import hooks
 from sglang_evicpress.patches.scheduler.hooks import Stamp
 from sglang_evicpress.patches.scheduler.prefill_times import (
     LEAST_TOKENS,
+    MOST_LEARNED,
     MOST_PATIENT,
     MOST_PENDING,
     NUM_TRUSTED,
@@ -65,6 +66,7 @@ class FakeCache:
         self.num_waiting = 0
         self.has_work = False
         self.ticks: list[tuple[bool, bool]] = []
+        self.has_time = True
         self.rounds_that_delay: list[bool] = []
         self.waits: list[float] = []
         self.passed_by: set[str] = set()
@@ -117,12 +119,13 @@ class FakeCache:
     def wait(self, seconds: float) -> None:
         self.waits.append(seconds)
 
-    def begin_round(self, scheduler: Any = None, *, delays_token: bool = False) -> None:
+    def begin_round(self, scheduler: Any = None, *, delays_token: bool = False) -> bool:
         """Of the cache, or, with a scheduler, of the requests in its background."""
         if scheduler is not None:
             self.expected.append("a round begins")
         else:
             self.rounds_that_delay.append(delays_token)
+        return self.has_time
 
     def hide_waiting(self, scheduler: Any) -> None:
         self.expected.append("background requests are hidden in the round")
@@ -386,6 +389,9 @@ def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCach
     assert cache.ticks == [(True, True), (True, True), (False, False)]
     assert cache.rounds_that_delay == [False, False, False], "nobody waits for an idle round"
     assert cache.learned_after == [(1, True), (2, True), (3, False)]
+    cache.has_time = False
+    hooks.begin_round(scheduler)
+    assert len(cache.rounds_that_delay) == 4 and len(cache.learned_after) == 3
 
 
 def test_a_server_is_not_idle_between_a_prefill_and_its_token(cache: FakeCache) -> None:
@@ -746,6 +752,7 @@ def test_batches_are_learned_from_later_but_no_more_than_a_few_wait_for_it(is_sy
         run.times.learn(is_idle=False)
         assert run.times.num_observed == MOST_PENDING + 2 - max(num_waiting, MOST_PATIENT)
     run.times.learn(is_idle=True)
+    assert run.times.num_observed == MOST_PENDING + 2 - MOST_PATIENT + MOST_LEARNED
     run.times.learn(is_idle=True)
     assert run.model.seen == [([(100 * number, 0)], 1.0) for number in range(1, MOST_PENDING + 3)]
 
