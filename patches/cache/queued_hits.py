@@ -26,6 +26,9 @@ QUEUED_RATE = 1.0
 GROWN_PER_ROUND = 16
 """Nodes that grow older in a round, of some 15 us each. Where more would, each does so as often as its turn comes."""
 
+GROWN_BESIDE = 4
+"""Nodes that do in one in which the rates of reuse are learned anew, which takes as long as many of them."""
+
 WORTH_TELLING = 0.05
 """Share by which a weight has to change with age before the policy is told."""
 
@@ -110,7 +113,7 @@ class QueuedHits:
 
     def grow_older(self, num_rounds: int = 1) -> None:
         """Nodes that nobody has used for some time weigh something else now; ``num_rounds`` since the last call."""
-        for node_id in self._reuse.advance(self._terms.now_s, num_rounds * GROWN_PER_ROUND):
+        for node_id in self._reuse.advance(self._terms.now_s, num_rounds * GROWN_PER_ROUND, GROWN_BESIDE):
             node = self._nodes[node_id]
             if not math.isclose(self._weight_of(node), node.kv.weight, rel_tol=WORTH_TELLING):
                 self._reweigh(node)

@@ -11,9 +11,6 @@ from sglang_evicpress.policy.reuse import BORDERS_S, NUM_AGES, History, ReuseMod
 MOST_GROWN = 32
 """Nodes, at most, that grow older in one call of ``advance``; the others do in the next."""
 
-GROWN_BESIDE = 4
-"""Nodes, at most, that do in a call in which the model learns, which takes as long as many of them."""
-
 LATE_S = 30.0
 """After its time, a node is late to grow older."""
 
@@ -98,9 +95,9 @@ class ReuseTracker:
         """True if another call of ``advance`` has more to do."""
         return self._num_to_revise > 0 or self._has_to_learn or bool(self._due and self._due[0][0] <= now_s)
 
-    def advance(self, now_s: float, most_grown: int = MOST_GROWN) -> list[int]:
-        """Let nodes grow older, at most ``most_grown`` unless one is late; returns those whose rate may have changed,
-        each once, a bounded number."""
+    def advance(self, now_s: float, most_grown: int = MOST_GROWN, most_beside: int = MOST_GROWN) -> list[int]:
+        """Let nodes grow older, at most ``most_grown`` unless one is late, and ``most_beside`` in a call in which the
+        model learns; returns those whose rate may have changed, each once, a bounded number."""
         has_to_forget = len(self._ring) > len(self._histories) + MOST_REVISED
         self._now_s = max(self._now_s, now_s)
         is_due = bool(self._due) and self._due[0][0] <= now_s
@@ -109,7 +106,7 @@ class ReuseTracker:
         if is_due and now_s - self._due[0][0] > LATE_S:
             most_grown = max(most_grown, MOST_GROWN)
         if self._has_to_learn:
-            most_grown = min(most_grown, GROWN_BESIDE)
+            most_grown = min(most_grown, most_beside)
         changed = dict[int, None]()
         for _ in range(MOST_LOOKED):
             if not self._due or self._due[0][0] > now_s or len(changed) >= most_grown:

@@ -180,7 +180,7 @@ def test_hundreds_of_uses_between_two_calls_leave_no_node_behind() -> None:
         now_s = 2.0 * index
         for node in range(500):
             tracker.use(node, now_s)
-        for _ in range(21):  # rounds until the next come, of which one learns
+        for _ in range(20):  # rounds until the next come
             tracker.advance(now_s + 1.9)
         assert not [entry for entry in tracker._due if entry[0] <= now_s + 1.9]
     assert len(tracker._due) <= 2 * 600
