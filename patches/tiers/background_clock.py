@@ -11,7 +11,7 @@ MOST_DEFERRED_S = 0.05  # by which a plan that is due waits for a first token
 
 class BackgroundClock:
     """``is_dirty``: something has changed that may call for room. ``busy_s``: when a request last ran or waited.
-    ``is_full``: other work takes the time of this round."""
+    ``is_full``: other work takes the time of this round, in which no plans are begun."""
 
     def __init__(self, *, is_shared: bool = False) -> None:
         self._is_shared = is_shared
@@ -43,8 +43,9 @@ class BackgroundClock:
     def begin_plan(self, now_s: float, *, is_idle: bool, delays_token: bool = False) -> bool:
         """True if plans are due: what changes from now on calls for others. ``delays_token``: somebody would wait for
         them for a first token, and they can follow it."""
+        is_full, self.is_full = self.is_full, False  # whoever waits within a round may have plans made
         due_s = self._next_plan_s + (MOST_DEFERRED_S if delays_token else 0.0)
-        is_due = self.is_dirty and not self.is_full and (is_idle or now_s >= due_s)
+        is_due = self.is_dirty and not is_full and (is_idle or now_s >= due_s)
         if is_due:
             self.is_dirty = self._is_urgent = False
         return is_due

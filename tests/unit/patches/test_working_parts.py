@@ -148,6 +148,15 @@ def test_plans_take_a_share_of_the_time_unless_somebody_waits() -> None:
     assert clock.begin_plan(now_s, is_idle=False, delays_token=True)
 
 
+def test_a_full_round_begins_no_plan_and_who_waits_within_it_does() -> None:
+    clock = BackgroundClock()
+    clock.begin_round()
+    clock.mark_dirty()
+    clock.is_full = True
+    assert not clock.begin_plan(time.monotonic(), is_idle=True) and clock.is_dirty
+    assert clock.begin_plan(time.monotonic(), is_idle=False), "as a server does that saves its tree while it ends"
+
+
 class Told(Job):
     def __init__(self, told: list[str]) -> None:
         super().__init__()
