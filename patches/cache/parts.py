@@ -312,7 +312,7 @@ class Parts:
         return self._turn == _STEPS or not self._takes_turns
 
     def _visit_nodes(self) -> None:
-        """Let nodes grow older, and work out their steps."""
+        """Let nodes grow older and work out their steps; where there are many, in turn with making room."""
         queued_hits, policy = self.tree.queued_hits, self.tree.policy
         if not self._takes_turns:
             queued_hits.grow_older()

@@ -27,7 +27,7 @@ GROWN_PER_ROUND = 16
 """Nodes that grow older in a round, of some 15 us each. Where more would, each does so as often as its turn comes."""
 
 GROWN_BESIDE = 4
-"""Nodes that do in one in which the rates of reuse are learned anew, which takes as long as many of them."""
+"""The same in a round in which the rates of reuse are learned anew, which takes as long as many nodes do."""
 
 WORTH_TELLING = 0.05
 """Share by which a weight has to change with age before the policy is told."""

@@ -40,7 +40,7 @@ MOST_PATIENT, MOST_PENDING = 4, 8
 better moment."""
 
 MOST_LEARNED = 2
-"""Batches that a round without any learns from."""
+"""Batches that an idle round learns from, at most."""
 
 
 class TimedBatch(Protocol):

@@ -24,7 +24,7 @@ class BackgroundClock:
 
     def begin_round(self) -> None:
         """Work between two batches begins, of this and of others."""
-        self._round_s, self.is_full = time.perf_counter(), False
+        self._round_s = time.perf_counter()
 
     def spent_s(self) -> float:
         """Seconds since the round began."""
