@@ -80,7 +80,8 @@ class Server:
         self._env = env
         self._folder = folder
         self._timeout_s = timeout_s
-        headers = {"Content-Type": "application/json"}
+        # Said to the server too: a pool that keeps none may still give one to two threads, and close it for both.
+        headers = {"Content-Type": "application/json", "Connection": "close"}
         if admin_api_key is not None:
             headers["Authorization"] = f"Bearer {admin_api_key}"
         self._process: subprocess.Popen[bytes] | None = None

@@ -137,7 +137,8 @@ class HttpTransport:
 
     def _send(self, method: str, path: str, body: Mapping[str, object] | None) -> Any:
         where = f"{method} {self.url}{path}"
-        headers = {"Accept": "application/json"}
+        # Closed by what is said: a pool that keeps none may still give one to two threads, and close it for both.
+        headers = {"Accept": "application/json", "Connection": "close"}
         is_admins = path.startswith("/evicpress/") and path not in _TOTALS
         if key := self._admin_api_key if is_admins else self._api_key:
             headers["Authorization"] = f"Bearer {key}"
