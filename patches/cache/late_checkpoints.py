@@ -1,7 +1,7 @@
 """Checkpoints of running requests, made once their first tokens are sent.
 
 SGLang hands a prompt's KV to the tree between computing a token and sending it: half a millisecond that nobody has to
-wait for.
+wait for. Of a batch of many prompts some are handed over in the next round, so that no call takes long.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Protocol
 
 from sglang_evicpress.patches.tree.types import Request
 
+MOST_AT_ONCE = 2
+"""Prompts handed to the tree behind one batch's tokens."""
+
 
 class Keep(Protocol):
     """Hands all KV that a running request has to the tree; ``is_chunk``: more of its prompt is to be computed."""
@@ -20,7 +23,8 @@ class Keep(Protocol):
 
 
 class LateCheckpoints:
-    """Deferred is only what comes while the results of one batch are processed; outside of that nothing is pending."""
+    """Deferred is what comes while the results of one batch are processed: at most to the next round, where others may
+    ask the tree for it."""
 
     def __init__(self, keep: Keep) -> None:
         self._keep = keep
@@ -33,7 +37,7 @@ class LateCheckpoints:
         self._is_open = True
         yield
         self._is_open = False
-        self.settle()
+        self.settle(MOST_AT_ONCE)
 
     def keep(self, req: Request, token_ids: Sequence[int], *, is_chunk: bool) -> None:
         """Make a checkpoint, or defer that of a whole prompt."""
@@ -42,8 +46,10 @@ class LateCheckpoints:
         else:
             self._keep(req, token_ids, is_chunk=is_chunk)
 
-    def settle(self) -> None:
-        """Make those that were deferred, in the order they came: before a request of the same batch ends, too."""
-        pending, self._pending = self._pending, []
-        for req, token_ids in pending:
+    def settle(self, most: int | None = None) -> bool:
+        """Make ``most`` of those that were deferred, or all: before a request of the same batch ends, too. In the order
+        they came; True if there were any."""
+        made, self._pending = self._pending[:most], self._pending[most:] if most is not None else []
+        for req, token_ids in made:
             self._keep(req, token_ids, is_chunk=False)
+        return bool(made)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from sglang_evicpress.core import LowerCopy, NodeStats, Tier
 from sglang_evicpress.patches.cache.admission import LockedTree
+from sglang_evicpress.patches.cache.late_checkpoints import Keep
 from sglang_evicpress.patches.profiling.quality import QualityTree
 from sglang_evicpress.patches.profiling.types import ShadowTree
 from sglang_evicpress.patches.scheduler.paged_allocator import PagedPool
@@ -32,7 +33,10 @@ class Pool(Allocator, PagedPool, FreePages, Protocol):
 
 
 class Tree(GraftedTree, PrefetchedTree, QualityTree, ShadowTree, WaitingTree, LockedTree, Protocol):
-    """The tree, whose nodes are locked and looked up."""
+    """The tree, whose nodes are locked and looked up, and which takes what running requests have."""
+
+    @property
+    def keep_running(self) -> Keep: ...
 
 
 @dataclass(frozen=True)

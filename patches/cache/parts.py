@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +13,7 @@ from sglang_evicpress.controller.controller import ASKED, IDLE, Controller
 from sglang_evicpress.introspect.served import FirstTokenTimes
 from sglang_evicpress.patches.cache.admission import Admission
 from sglang_evicpress.patches.cache.eviction import Eviction
+from sglang_evicpress.patches.cache.late_checkpoints import LateCheckpoints
 from sglang_evicpress.patches.cache.moves import NodeMoves
 from sglang_evicpress.patches.cache.outside import Later, Outside, Pool
 from sglang_evicpress.patches.cache.policy_view import PolicyView
@@ -47,9 +49,13 @@ MOST_PUT_OFF = 8
 
 MANY_NODES = 1024
 """Nodes from which on each kind of work has rounds of its own, as all together take 2 ms: to let nodes grow older, to
-work out their steps, and to make room. The first two are done twice then."""
+work out their steps, to learn costs, and to make room, which requests wait for: every other one."""
 
-_GROWTH, _STEPS, _ROOM = range(3)
+ROOM_S, ROOM_OF_MANY_S = 0.8e-3, 0.4e-3
+"""Time of a round after which what is left of making room waits for the next one; and with many nodes."""
+
+_GROWTH, _STEPS, _LEARNING, _ROOM = range(4)
+_TURNS = (_ROOM, _GROWTH, _ROOM, _STEPS, _ROOM, _LEARNING)
 
 
 class Parts:
@@ -79,6 +85,8 @@ class Parts:
         self._nodes = nodes
         self._num_put_off = 0
         self._turn = _ROOM
+        self._turns = itertools.cycle(_TURNS)
+        self.late_checkpoints = LateCheckpoints(outside.tree.keep_running)
         tiers = self.tiers = TierParts(tree, nodes, allocator, page_size, config, compressor, outside, later)
         self.idle_promotion = IdlePromotion(
             tree.storage,
@@ -225,7 +233,7 @@ class Parts:
             num_slots_needed=lambda: tiers.prefetches.num_slots_needed,
             asked_bytes=lambda: tiers.host_room.asked_bytes,
             mark_dirty=tree.background_clock.mark_dirty,
-            spent_s=tree.background_clock.spent_s,
+            is_late=self._is_late,
             ranks=tree.ranks,
             slot_bytes=slot_bytes,
         )
@@ -303,13 +311,15 @@ class Parts:
             self.round_begun.subscribe(tenant_limits.enforce)
 
     def begin_round(self, *, delays_token: bool) -> bool:
-        """Some of what is to be done at many nodes; where a first token waits for this round, in a later one. True
-        where the round has time to learn."""
+        """What is left of the last batch's prompts, or else some of what is to be done at many nodes; where a first
+        token waits for this round, in a later one. True where the round has time to learn."""
         self.tree.background_clock.begin_round()
-        self._num_put_off = self._num_put_off + 1 if delays_token else 0
+        self.tree.background_clock.is_full = self.late_checkpoints.settle()
+        is_full = self.tree.background_clock.is_full or delays_token
+        self._num_put_off = self._num_put_off + 1 if is_full else 0
         if self._num_put_off % MOST_PUT_OFF == 0:
             self.round_begun()
-        return self._turn == _STEPS or not self._takes_turns
+        return not is_full and (self._turn == _LEARNING or not self._takes_turns)
 
     def _visit_nodes(self) -> None:
         """Let nodes grow older and work out their steps; where there are many, in turn with making room."""
@@ -318,17 +328,19 @@ class Parts:
             queued_hits.grow_older()
             policy.advance()
             return
-        self._turn = (self._turn + 1) % (_ROOM + 1)
+        self._turn = next(self._turns)
         self.tree.background_clock.is_full = self._turn != _ROOM
         if self._turn == _GROWTH:
-            queued_hits.grow_older(2)
-        elif self._turn == _STEPS:
-            policy.advance()
+            queued_hits.grow_older()
+        elif self._turn != _ROOM:
             policy.advance()
 
     @property
     def _takes_turns(self) -> bool:
         return len(self._nodes) >= MANY_NODES
+
+    def _is_late(self) -> bool:
+        return self.tree.background_clock.spent_s() > (ROOM_OF_MANY_S if self._takes_turns else ROOM_S)
 
     def _return_due(self) -> None:
         """Not by the stamped clock, which stands still while no request comes."""

@@ -111,9 +111,9 @@ class QueuedHits:
         for queued_hit in self._hits_by_request.values():
             queued_hit.nodes = {}
 
-    def grow_older(self, num_rounds: int = 1) -> None:
-        """Nodes that nobody has used for some time weigh something else now; ``num_rounds`` since the last call."""
-        for node_id in self._reuse.advance(self._terms.now_s, num_rounds * GROWN_PER_ROUND, GROWN_BESIDE):
+    def grow_older(self) -> None:
+        """Nodes that nobody has used for some time weigh something else now."""
+        for node_id in self._reuse.advance(self._terms.now_s, GROWN_PER_ROUND, GROWN_BESIDE):
             node = self._nodes[node_id]
             if not math.isclose(self._weight_of(node), node.kv.weight, rel_tol=WORTH_TELLING):
                 self._reweigh(node)

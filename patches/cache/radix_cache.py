@@ -37,7 +37,6 @@ from sglang_evicpress.patches.cache.inspection import TreeInspection
 from sglang_evicpress.patches.cache.inspector import Inspector
 from sglang_evicpress.patches.cache.integrity import Integrity, num_running
 from sglang_evicpress.patches.cache.kv_events import KvEvents
-from sglang_evicpress.patches.cache.late_checkpoints import LateCheckpoints
 from sglang_evicpress.patches.cache.metrics import metrics_of
 from sglang_evicpress.patches.cache.outside import Outside
 from sglang_evicpress.patches.cache.parts import Parts
@@ -104,7 +103,7 @@ class EvicPressCache(RadixCache):
         if params.enable_kv_cache_events:
             self.block_events.follow(tree.changes)
         self.background, self.prefill_times = parts.background, PrefillTimes(tree.terms.cost_model)
-        self.views, self.late_checkpoints = parts.views, LateCheckpoints(self.keep_running)
+        self.views, self.late_checkpoints = parts.views, parts.late_checkpoints
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.vocab_size, self._tick = MAX_TOKEN + 1, 0  # the model's, where it is known

@@ -39,9 +39,9 @@ SSD_LOW_SHARE, SSD_HIGH_SHARE = 1 / 32, 1 / 16  # the same of the SSD tier
 MOST_NODES = 2
 """Nodes that a step moves or begins to copy."""
 
-MOST_STEPS, MOST_S = 6, 0.8e-3
-"""Steps of a call where requests would have to evict else, and the time of a round after which it leaves the rest to
-the next one; with other ranks, which no clock holds together, the steps alone count."""
+MOST_STEPS = 6
+"""Steps of a call where requests would have to evict else, unless the time of the round is over; with other ranks,
+which no clock holds together, the steps alone count."""
 
 HOST_STEPS = 4
 """Steps after which whoever found no room on the host may ask again, or give up."""
@@ -69,7 +69,7 @@ class SsdRoom(Protocol):
 @dataclass(eq=False, repr=False)
 class BackgroundDemotion:
     """Keeps room free on every tier. ``num_slots_needed``: what the next requests will take; ``asked_bytes``: what is
-    asked for on the host at a time; ``spent_s``: since this round began; ``mark_dirty``: there is more to be done."""
+    asked for on the host at a time; ``is_late``: the round's time is over; ``mark_dirty``: there is more to be done."""
 
     nodes: Mapping[int, Node]
     allocator: Allocator
@@ -89,7 +89,7 @@ class BackgroundDemotion:
     num_slots_needed: Callable[[], int]
     asked_bytes: Callable[[], int]
     mark_dirty: Marking
-    spent_s: Callable[[], float]
+    is_late: Callable[[], bool]
     ranks: Ranks
     slot_bytes: int
 
@@ -110,7 +110,7 @@ class BackgroundDemotion:
         is_pressing: bool | None = None
         for _ in range(MOST_STEPS):
             is_pressing = self._keep_some_room()
-            if not is_pressing or (self.ranks.is_alone and self.spent_s() > MOST_S):
+            if not is_pressing or (self.ranks.is_alone and self.is_late()):
                 break
         if is_pressing is not None:
             self.mark_dirty(at_once=is_pressing)

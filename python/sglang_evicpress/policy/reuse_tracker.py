@@ -11,8 +11,8 @@ from sglang_evicpress.policy.reuse import BORDERS_S, NUM_AGES, History, ReuseMod
 MOST_GROWN = 32
 """Nodes, at most, that grow older in one call of ``advance``; the others do in the next."""
 
-LATE_S = 30.0
-"""After its time, a node is late to grow older."""
+LATE_S, MOST_LATE = 30.0, 24
+"""After its time, a node is late to grow older; and nodes that do so, at least, in a call in which one is late."""
 
 MOST_LOOKED = 512
 """Entries, at most, of which a call finds out whether they still count."""
@@ -104,7 +104,7 @@ class ReuseTracker:
         if not (is_due or self._has_to_learn or self._num_to_revise or has_to_forget):
             return []
         if is_due and now_s - self._due[0][0] > LATE_S:
-            most_grown = max(most_grown, MOST_GROWN)
+            most_grown = max(most_grown, MOST_LATE)
         if self._has_to_learn:
             most_grown = min(most_grown, most_beside)
         changed = dict[int, None]()

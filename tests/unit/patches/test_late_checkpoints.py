@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from sglang_evicpress.patches.cache.late_checkpoints import LateCheckpoints
+from sglang_evicpress.patches.cache.late_checkpoints import MOST_AT_ONCE, LateCheckpoints
 
 pytestmark = pytest.mark.sglang
 
@@ -33,3 +33,16 @@ def test_checkpoints_wait_for_the_end_of_the_results_or_of_a_request_among_them(
     with late.deferring():
         pass
     assert len(made) == 5, "each once"
+
+
+def test_of_many_prompts_some_wait_for_the_next_round() -> None:
+    made: list[str] = []
+    late = LateCheckpoints(lambda req, token_ids, *, is_chunk: made.append(req))
+    names = [str(number) for number in range(MOST_AT_ONCE + 2)]
+    with late.deferring():
+        for name in names:
+            late.keep(name, [1], is_chunk=False)
+    assert made == names[:MOST_AT_ONCE]
+    assert late.settle()
+    assert made == names, "in the order they came"
+    assert not late.settle()

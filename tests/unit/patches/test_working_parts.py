@@ -238,7 +238,7 @@ def background(
         num_slots_needed=lambda: 0,
         asked_bytes=lambda: 0,
         mark_dirty=lambda *, at_once=False: None,
-        spent_s=lambda: 0.0,
+        is_late=lambda: False,
         ranks=Ranks(None),
         slot_bytes=SLOT_BYTES,
     )
@@ -264,7 +264,7 @@ def test_a_call_that_is_pressed_ends_by_the_clock_or_with_other_ranks_by_its_ste
     made, _ = background(World(1), lambda *_, **__: True, EXACT)
     made.ranks, steps = SimpleNamespace(is_alone=is_alone), list[int]()
     monkeypatch.setattr(made, "_keep_some_room", lambda: steps.append(1) or True)
-    made.spent_s = lambda: 1.0
+    made.is_late = lambda: True
     made.keep_room()
     assert len(steps) == num_steps
 
