@@ -1,7 +1,8 @@
 """Checkpoints of running requests, made once their first tokens are sent.
 
 SGLang hands a prompt's KV to the tree between computing a token and sending it: half a millisecond that nobody has to
-wait for. Of a batch of many prompts some are handed over in the next round, so that no call takes long.
+wait for. Of a batch of many prompts some are handed over before the next requests are received, so that
+no call takes long.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Keep(Protocol):
 
 
 class LateCheckpoints:
-    """Deferred is what comes while the results of one batch are processed: at most to the next round, where others may
-    ask the tree for it."""
+    """Deferred is what comes while the results of one batch are processed: until requests are received that may ask the
+    tree for it, at most."""
 
     def __init__(self, keep: Keep) -> None:
         self._keep = keep
@@ -46,10 +47,9 @@ class LateCheckpoints:
         else:
             self._keep(req, token_ids, is_chunk=is_chunk)
 
-    def settle(self, most: int | None = None) -> bool:
-        """Make ``most`` of those that were deferred, or all: before a request of the same batch ends, too. In the order
-        they came; True if there were any."""
+    def settle(self, most: int | None = None) -> None:
+        """Make ``most`` of those that were deferred, or all, in the order they came: before a request of the same batch
+        ends, too."""
         made, self._pending = self._pending[:most], self._pending[most:] if most is not None else []
         for req, token_ids in made:
             self._keep(req, token_ids, is_chunk=False)
-        return bool(made)

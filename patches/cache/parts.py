@@ -56,6 +56,7 @@ ROOM_S, ROOM_OF_MANY_S = 0.8e-3, 0.4e-3
 
 _GROWTH, _STEPS, _LEARNING, _ROOM = range(4)
 _TURNS = (_ROOM, _GROWTH, _ROOM, _STEPS, _ROOM, _LEARNING)
+_LATE_TURNS = (_GROWTH, _STEPS)
 
 
 class Parts:
@@ -85,7 +86,7 @@ class Parts:
         self._nodes = nodes
         self._num_put_off = 0
         self._turn = _ROOM
-        self._turns = itertools.cycle(_TURNS)
+        self._turns, self._late_turns = itertools.cycle(_TURNS), itertools.cycle(_LATE_TURNS)
         self.late_checkpoints = LateCheckpoints(outside.tree.keep_running)
         tiers = self.tiers = TierParts(tree, nodes, allocator, page_size, config, compressor, outside, later)
         self.idle_promotion = IdlePromotion(
@@ -311,24 +312,23 @@ class Parts:
             self.round_begun.subscribe(tenant_limits.enforce)
 
     def begin_round(self, *, delays_token: bool) -> bool:
-        """What is left of the last batch's prompts, or else some of what is to be done at many nodes; where a first
-        token waits for this round, in a later one. True where the round has time to learn."""
+        """Some of what is to be done at many nodes; where a first token waits for this round, in a later one. True
+        where the round has time to learn."""
         self.tree.background_clock.begin_round()
-        self.tree.background_clock.is_full = self.late_checkpoints.settle()
-        is_full = self.tree.background_clock.is_full or delays_token
-        self._num_put_off = self._num_put_off + 1 if is_full else 0
+        self._num_put_off = self._num_put_off + 1 if delays_token else 0
         if self._num_put_off % MOST_PUT_OFF == 0:
             self.round_begun()
-        return not is_full and (self._turn == _LEARNING or not self._takes_turns)
+        return self._turn == _LEARNING or not self._takes_turns
 
     def _visit_nodes(self) -> None:
-        """Let nodes grow older and work out their steps; where there are many, in turn with making room."""
+        """Let nodes grow older and work out their steps; where there are many, in turn with making room, which is not
+        put off with them."""
         queued_hits, policy = self.tree.queued_hits, self.tree.policy
         if not self._takes_turns:
             queued_hits.grow_older()
             policy.advance()
             return
-        self._turn = next(self._turns)
+        self._turn = next(self._late_turns if self._num_put_off else self._turns)
         self.tree.background_clock.is_full = self._turn != _ROOM
         if self._turn == _GROWTH:
             queued_hits.grow_older()

@@ -146,7 +146,7 @@ class EvicPressCache(RadixCache):
                 know_adapters=tree.adapters.know_adapters,
                 decode_budgets=self.decode_budgets,
                 background=parts.background,
-                defer_checkpoints=self.late_checkpoints.deferring,
+                checkpoints=self.late_checkpoints,
                 first_tokens=parts.first_tokens,
                 metrics=metrics_of(scheduler, self.inspector, budgets, tree.quality.counts),
                 agreement=tree.storage.agreement,
@@ -181,6 +181,7 @@ class EvicPressCache(RadixCache):
 
     def close(self, *, save: bool = True) -> None:
         """The server ends: see ``TierShutdown``."""
+        self.late_checkpoints.settle()
         self.parts.shutdown.close(save=save)
 
     host = property(lambda self: self.parts.tree.storage.host if self.parts.tree.storage.has_host else None)

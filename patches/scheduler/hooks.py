@@ -189,6 +189,13 @@ class HookedGuests(Protocol):
     def give_way(self) -> None: ...
 
 
+class HookedCheckpoints(Protocol):
+    """Checkpoints of running requests that wait until tokens are sent."""
+
+    def deferring(self) -> AbstractContextManager[None]: ...
+    def settle(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class HookedCache:
     """The parts of the cache that the scheduler tells something. ``advance`` takes a stamp: its time, its costs and how
@@ -208,7 +215,7 @@ class HookedCache:
     know_adapters: Callable[[], None]
     decode_budgets: HookedBudgets
     background: HookedGuests
-    defer_checkpoints: Callable[[], AbstractContextManager[None]]
+    checkpoints: HookedCheckpoints
     first_tokens: HookedFirstTokens
     metrics: HookedMetrics | None
     agreement: Agreement | None = None
@@ -242,8 +249,10 @@ def attach(cache: HookedCache) -> None:
 
 
 def _after_pull_raw_reqs(received: list[object] | None, receiver: object) -> None:
-    """AFTER ``_pull_raw_reqs``: a list only on the rank that receives."""
+    """AFTER ``_pull_raw_reqs``, on every rank: a list only on the one that receives."""
     cache = _cache
+    if cache is not None:
+        cache.checkpoints.settle()  # those who were received look for them
     if received is None or cache is None:
         return
     now_s = time.monotonic()
@@ -287,6 +296,7 @@ def begin_round(scheduler: HookedScheduler) -> None:
     """Before the next batch is made."""
     if _cache is None:
         return
+    _cache.checkpoints.settle()  # where nothing was received in between
     last, is_running = scheduler.last_batch, not scheduler.running_batch.is_empty()
     is_idle = last is None and not is_running and not scheduler.waiting_queue
     # What was just prefilled joins those that run later, and its token is sent after the next batch is launched.
@@ -412,7 +422,7 @@ def _around_process_batch_result(
         return original(scheduler, batch, result)
     _cache.prefill_times.finish(result)
     _cache.first_tokens.note(batch)
-    with _cache.defer_checkpoints():
+    with _cache.checkpoints.deferring():
         return original(scheduler, batch, result)
 
 

@@ -33,7 +33,6 @@ from sglang_evicpress.flag_groups import LayerFlags
 from sglang_evicpress.patches.attention import group_rows
 from sglang_evicpress.patches.attention.group_rows import GroupRows
 from sglang_evicpress.patches.cache import policy_terms
-from sglang_evicpress.patches.cache.late_checkpoints import MOST_AT_ONCE, LateCheckpoints
 from sglang_evicpress.patches.cache.lifecycles import cache_class
 from sglang_evicpress.patches.cache.parts import MOST_PUT_OFF
 from sglang_evicpress.patches.cache.queued_hits import QUEUED_RATE
@@ -210,7 +209,8 @@ class Walk:
         if len(self.waiting) > 6:
             return
         self.cache.terms.advance(self.count * 7.0, costs_of(PrefillCost(0.01, self.rng.choice([1e-4, 3e-4]), 0.0)))
-        self.cache.parts.begin_round(delays_token=False)
+        self.cache.late_checkpoints.settle()
+        self.cache.parts.round_begun()
         document = self.rng.choice(self.documents)
         tokens = document[: self.rng.randrange(1, len(document))] + [
             self.rng.randrange(50, 60) for _ in range(self.rng.randrange(1, 30))
@@ -467,7 +467,7 @@ def test_random_walk_keeps_every_invariant(seed: int, page_size: int) -> None:
     assert walk.cache.parts.controller.num_dropped > 0 and walk.num_pressed > 0
 
 
-def test_a_random_walk_whose_checkpoints_wait_for_the_next_round_keeps_every_invariant(
+def test_a_random_walk_whose_checkpoints_wait_for_the_next_request_keeps_every_invariant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sglang_evicpress.patches.cache.late_checkpoints.MOST_AT_ONCE", 0)
@@ -851,25 +851,10 @@ def test_of_many_nodes_each_kind_of_work_has_rounds_of_its_own(walk: Walk, monke
     assert not clock.begin_plan(0.0, is_idle=True)
     parts.begin_round(delays_token=True)
     assert clock.begin_plan(0.0, is_idle=True), "a round that delays a token does none of it"
-
-
-def test_a_round_begins_with_what_is_left_of_the_last_prompts_and_has_no_time_for_more(
-    walk: Walk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts, made, visits = walk.cache.parts, list[str](), list[str]()
-    late = LateCheckpoints(lambda req, token_ids, *, is_chunk: made.append(req))
-    monkeypatch.setattr(parts, "late_checkpoints", late)
-    parts.round_begun.subscribe(lambda: visits.append("nodes"))
-    names = [f"r{number}" for number in range(MOST_AT_ONCE + 1)]
-    with late.deferring():
-        for name in names:
-            late.keep(name, [1], is_chunk=False)
-    clock = parts.tree.background_clock
-    clock.mark_dirty()
-    assert not parts.begin_round(delays_token=False) and made == names and not visits
-    assert not clock.begin_plan(0.0, is_idle=False)
-    assert parts.begin_round(delays_token=False) and visits == ["nodes"]
-    assert clock.begin_plan(0.0, is_idle=False)
+    del told[:]
+    for _ in range(2 * MOST_PUT_OFF):
+        parts.begin_round(delays_token=True)
+    assert sorted(told) == ["grow", "steps"], "but one in some, for they would wait for ever"
 
 
 def test_what_is_used_every_few_seconds_stays_and_what_was_used_once_goes(walk: Walk) -> None:

@@ -76,13 +76,17 @@ class FakeCache:
         self.told: list[str] = []
         self.entered: list[str] = []
         self.results: list[object] = []
-        self.defer_checkpoints = self.around_results
+        self.num_settled = 0
+        self.checkpoints = SimpleNamespace(deferring=self.around_results, settle=self.settle)
         self.first_tokens = SimpleNamespace(enter=self.entered.append, note=self.results.append)
         self.metrics: Any = None
         self.background = self.rounds = self.prefetches = self.admission = self.weights = self
 
     def learn(self, *, is_idle: bool) -> None:
         self.learned_after.append((len(self.rounds_that_delay), is_idle))
+
+    def settle(self) -> None:
+        self.num_settled += 1
 
     @contextmanager
     def around_results(self) -> Iterator[None]:
@@ -198,6 +202,7 @@ def test_what_threads_have_ended_is_told_to_other_ranks_though_nothing_was_recei
 @pytest.mark.parametrize("received", [None, []])
 def test_nothing_received_is_not_stamped(cache: FakeCache, received: list[Any] | None) -> None:
     hooks._after_pull_raw_reqs(received, None)
+    assert cache.num_settled == 1, "on every rank the tree has what those who come next may look for"
     assert not received
 
 
@@ -405,6 +410,7 @@ def test_a_server_is_not_idle_between_a_prefill_and_its_token(cache: FakeCache) 
     assert cache.ticks == [(False, True), (False, False), (False, True)], "(is idle, plans would delay a first token)"
     assert cache.rounds_that_delay == [True, False, True]
     assert cache.learned_after == [(2, False)], "no first token waits until the last batches were learned from"
+    assert cache.num_settled == 3
 
 
 def adder(*admitted: str) -> Any:
