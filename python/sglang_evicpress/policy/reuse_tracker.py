@@ -11,9 +11,6 @@ from sglang_evicpress.policy.reuse import BORDERS_S, NUM_AGES, History, ReuseMod
 MOST_GROWN = 32
 """Nodes, at most, that grow older in one call of ``advance``; the others do in the next."""
 
-LATE_S, MOST_LATE = 30.0, 24
-"""After its time, a node is late to grow older; and nodes that do so, at least, in a call in which one is late."""
-
 MOST_LOOKED = 512
 """Entries, at most, of which a call finds out whether they still count."""
 
@@ -96,15 +93,13 @@ class ReuseTracker:
         return self._num_to_revise > 0 or self._has_to_learn or bool(self._due and self._due[0][0] <= now_s)
 
     def advance(self, now_s: float, most_grown: int = MOST_GROWN, most_beside: int = MOST_GROWN) -> list[int]:
-        """Let nodes grow older, at most ``most_grown`` unless one is late, and ``most_beside`` in a call in which the
-        model learns; returns those whose rate may have changed, each once, a bounded number."""
+        """Let nodes grow older, at most ``most_grown``, and ``most_beside`` in a call that learns; returns a
+        bounded number, each once: those whose rate may have changed."""
         has_to_forget = len(self._ring) > len(self._histories) + MOST_REVISED
         self._now_s = max(self._now_s, now_s)
         is_due = bool(self._due) and self._due[0][0] <= now_s
         if not (is_due or self._has_to_learn or self._num_to_revise or has_to_forget):
             return []
-        if is_due and now_s - self._due[0][0] > LATE_S:
-            most_grown = max(most_grown, MOST_LATE)
         if self._has_to_learn:
             most_grown = min(most_grown, most_beside)
         changed = dict[int, None]()

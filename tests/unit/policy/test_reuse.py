@@ -98,13 +98,15 @@ def test_before_anything_is_seen_the_rate_falls_with_age() -> None:
     assert not tracker.is_behind(1e9) and tracker.advance(1e9) == []
 
 
-def test_few_nodes_grow_older_in_a_call_unless_one_is_late() -> None:
+def test_few_nodes_grow_older_in_a_call_and_who_waits_longest_is_first() -> None:
     tracker = ReuseTracker()
     for node in range(10):
         tracker.add(node, 0.0, 100, 0)
     assert tracker.advance(1.0, most_grown=3) == [0, 1, 2]
     assert tracker.advance(1.0, most_grown=3) == [3, 4, 5]
-    assert tracker.advance(100.0, most_grown=3) == [6, 7, 8, 9, *range(6)]
+    assert tracker.advance(100.0, most_grown=3) == [6, 7, 8]
+    assert tracker.advance(100.0, most_grown=3) == [9, 0, 1], "who has waited through some ages is through them at once"
+    assert tracker.advance(100.0, most_grown=8) == [2, 3, 4, 5]
 
 
 def test_pieces_of_a_split_node_have_been_used_alike_and_go_on_alone() -> None:
