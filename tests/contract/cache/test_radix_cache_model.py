@@ -33,6 +33,7 @@ from sglang_evicpress.flag_groups import LayerFlags
 from sglang_evicpress.patches.attention import group_rows
 from sglang_evicpress.patches.attention.group_rows import GroupRows
 from sglang_evicpress.patches.cache import policy_terms
+from sglang_evicpress.patches.cache.late_checkpoints import MOST_AT_ONCE, LateCheckpoints
 from sglang_evicpress.patches.cache.lifecycles import cache_class
 from sglang_evicpress.patches.cache.parts import MOST_PUT_OFF
 from sglang_evicpress.patches.cache.queued_hits import QUEUED_RATE
@@ -855,6 +856,19 @@ def test_of_many_nodes_each_kind_of_work_has_rounds_of_its_own(walk: Walk, monke
     for _ in range(2 * MOST_PUT_OFF):
         parts.begin_round(delays_token=True)
     assert sorted(told) == ["grow", "steps"], "but one in some, for they would wait for ever"
+
+
+def test_a_server_that_ends_has_all_prompts_in_its_tree(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, ended = list[str](), list[list[str]]()
+    late = LateCheckpoints(lambda req, token_ids, *, is_chunk: made.append(req))
+    monkeypatch.setattr(walk.cache, "late_checkpoints", late)
+    monkeypatch.setattr(walk.cache.parts, "shutdown", SimpleNamespace(close=lambda *, save: ended.append([*made])))
+    names = [f"r{number}" for number in range(MOST_AT_ONCE + 1)]
+    with late.deferring():
+        for name in names:
+            late.keep(name, [1], is_chunk=False)
+    walk.cache.close()
+    assert ended == [names], "before it is saved"
 
 
 def test_what_is_used_every_few_seconds_stays_and_what_was_used_once_goes(walk: Walk) -> None:
