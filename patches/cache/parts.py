@@ -57,6 +57,7 @@ ROOM_S, ROOM_OF_MANY_S = 0.8e-3, 0.4e-3
 _GROWTH, _STEPS, _LEARNING, _ROOM = range(4)
 _TURNS = (_ROOM, _GROWTH, _ROOM, _STEPS, _ROOM, _LEARNING)
 _LATE_TURNS = (_GROWTH, _STEPS)
+"""Of rounds that are not put off although a first token waits: those that are put off make room, too."""
 
 
 class Parts:
