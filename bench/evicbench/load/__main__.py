@@ -2,7 +2,8 @@
 
 It takes hours and goes on where it was stopped; `rm -r` a folder of bench/out/serve begins that one anew.
 `--repetitions N` makes the first N of every setting, and another time the others. `--publish` runs nothing: it writes
-bench/results/load-DATE.md from the settings that are there, all of one commit; what is not there is a line that is
+bench/results/load-DATE.md from the settings that are there, all of one commit, and from the repetitions that were
+published before by the same code, which bench/results/load-repetitions.json has; what is not there is a line that is
 MISSED.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from evicbench.load.targets import targets
+from evicbench.load.targets import Grid, targets
 from evicbench.report import Line
 from evicbench.serving.runs import draw, folder_of, serve
 from sglang_evicpress.benchmark.results import Results, read_results
@@ -28,4 +28,4 @@ def measure(name: str, repetitions: int | None = None) -> Iterator[Line]:
     results = finished(name)
     for line in setting_lines(results):
         print(f"    {line}", flush=True)
-    yield from targets(results)
+    yield from targets(Grid.of(results))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from evicbench.load.targets import targets
+from evicbench.load.repetitions import Repetition, changed, read, repetitions_of, together, write
+from evicbench.load.targets import Grid, targets
 from evicbench.paths import BENCH, ROOT
 from evicbench.report import Line
 from sglang_evicpress.benchmark.load_tables import load_lines
@@ -18,11 +19,11 @@ from sglang_evicpress.benchmark.tables import setting_lines
 from sglang_evicpress.tables import markdown
 
 RESULTS = BENCH / "results"
-CODE = ("python", "patches", "kernels")
 REPETITIONS = 3
 """Of every setting, for the medians that the lines are about."""
 
 _HEAD = ("what", "target", "measured", "")
+_REPETITIONS_HEAD = ("setting", "repetition", "begun (UTC)", "commit", "saturation, requests/s", "by")
 _COMMIT = re.compile(r"commit `([0-9a-f]{7,40})`")
 
 
@@ -57,33 +58,21 @@ def published_lines(results: Path = RESULTS, root: Path = ROOT) -> Iterator[Line
         yield shown if why is None else replace(shown, figure=f"{why}; then: {line.figure}", ok=False)
 
 
-def changed(commit: str, root: Path = ROOT) -> str | None:
-    """Why the code is not that of the commit; None where it is."""
-    done = _git(root, "diff", "--quiet", commit, "--", *CODE)
-    if done.returncode == 1:
-        return f"{', '.join(f'{name}/' for name in CODE[:-1])} or {CODE[-1]}/ changed since {commit}"
-    if done.returncode:
-        return f"git cannot compare with {commit}"
-    new = _git(root, "ls-files", "--others", "--exclude-standard", "--", *CODE).stdout.split()
-    return f"{new[0]} is new since {commit}" if new else None
-
-
-def document(results_by_name: Sequence[Results], command: str, absent: Sequence[str] = ()) -> str:
-    """Markdown of folders whose last repetition is complete; a line is MISSED for each repetition and each setting
-    (``absent``) that was not made. Raises ValueError where a repetition is not complete, or the runs are not all of one
-    clean commit."""
-    commits = set()
-    for results in results_by_name:
-        if missing := sum(1 for _ in _missing(results)):
-            raise ValueError(f"{results.run_dir} lacks {missing} runs: expected repetitions that are complete")
-        commits |= {str(run.header.get("commit")) for run in results.runs}
-    if len(commits) != 1 or not all(re.fullmatch("[0-9a-f]{7,40}", each) for each in commits):
-        raise ValueError(f"the runs are of {', '.join(sorted(commits))}: expected one commit, and no file that differs")
-    (commit,) = commits
-    day = datetime.now(UTC).date()
-    lines = [line for results in results_by_name for line in (*targets(results), repetitions(results))]
-    lines += [Line(f"{name}: repetitions", f"{REPETITIONS}", "not measured", False) for name in absent]
+def document(
+    results_by_name: Sequence[Results],
+    command: str,
+    absent: Sequence[str] = (),
+    earlier: Sequence[Repetition] = (),
+) -> str:
+    """Markdown of folders whose last repetition is complete, and of ``earlier`` repetitions of theirs or of others; a
+    line is MISSED for each repetition and each setting (``absent``) that was not made. Raises ValueError where a
+    repetition is not complete, or the runs are not all of one clean commit."""
+    commit, grids = commit_of(results_by_name), _grids(earlier, results_by_name)
+    lines = [line for grid in grids for line in (*targets(grid), repetitions(grid))]
+    names = [name for name in absent if name not in {grid.name for grid in grids}]
+    lines += [Line(f"{name}: repetitions", f"{REPETITIONS}", "not measured", False) for name in names]
     missed = sum(not line.ok for line in lines)
+    day = datetime.now(UTC).date()
     parts = [
         "# Under load, measured",
         "",
@@ -91,6 +80,11 @@ def document(results_by_name: Sequence[Results], command: str, absent: Sequence[
         "missed. `bench/README.md` says what is measured.",
         "",
         *markdown(_HEAD, [_row(line) for line in lines]),
+        "",
+        "Repetitions, between which neither the code nor the settings changed; those of another time have a saturation "
+        "of their own. What follows is of the runs at this commit alone.",
+        "",
+        *markdown(_REPETITIONS_HEAD, [row for grid in grids for row in _told(grid)]),
     ]
     for results in results_by_name:
         parts += ["", f"# {results.plan['config'].get('name')}", "", *(f"- {line}" for line in setting_lines(results))]
@@ -98,19 +92,55 @@ def document(results_by_name: Sequence[Results], command: str, absent: Sequence[
     return "\n".join(parts).replace(f"{ROOT}/", "") + "\n"
 
 
-def repetitions(results: Results) -> Line:
-    config = results.plan["config"]
-    made = int(config["repetitions"])
-    return Line(f"{config.get('name')}: repetitions", f"{REPETITIONS}", f"{made}", made >= REPETITIONS)
+def commit_of(results_by_name: Sequence[Results]) -> str:
+    """Raises ValueError as ``document`` does."""
+    commits = set()
+    for results in results_by_name:
+        if missing := sum(1 for _ in _missing(results)):
+            raise ValueError(f"{results.run_dir} lacks {missing} runs: expected repetitions that are complete")
+        commits |= {str(run.header.get("commit")) for run in results.runs}
+    if len(commits) != 1 or not all(re.fullmatch("[0-9a-f]{7,40}", each) for each in commits):
+        raise ValueError(f"the runs are of {', '.join(sorted(commits))}: expected one commit, and no file that differs")
+    return commits.pop()
+
+
+def repetitions(grid: Grid) -> Line:
+    made = len(grid.repetitions)
+    return Line(f"{grid.name}: repetitions", f"{REPETITIONS}", f"{made}", made >= REPETITIONS)
 
 
 def publish(
-    results_by_name: Sequence[Results], command: str, absent: Sequence[str] = (), results: Path = RESULTS
+    results_by_name: Sequence[Results],
+    command: str,
+    absent: Sequence[str] = (),
+    results: Path = RESULTS,
+    root: Path = ROOT,
 ) -> Path:
-    """The file it wrote."""
+    """The file it wrote. What its lines need of the repetitions is kept beside it, for later ones."""
+    earlier = read(results, commit_of(results_by_name), root)
     path = results / f"load-{datetime.now(UTC).date()}.md"
-    path.write_text(document(results_by_name, command, absent), encoding="utf-8")
+    path.write_text(document(results_by_name, command, absent, earlier), encoding="utf-8")
+    write(results, (each for grid in _grids(earlier, results_by_name) for each in grid.repetitions))
     return path
+
+
+def _grids(earlier: Sequence[Repetition], results_by_name: Sequence[Results]) -> list[Grid]:
+    """Of each setting that there is anything of, those of now first."""
+    now = [each for results in results_by_name for each in _planned(results)]
+    names = dict.fromkeys(each.setting.name for each in (*now, *earlier))
+    found = {name: [each for each in together(earlier, now) if each.setting.name == name] for name in names}
+    return [Grid(each[-1].setting, tuple(each)) for each in found.values()]
+
+
+def _planned(results: Results) -> Iterator[Repetition]:
+    """Without one that was begun when more were asked for."""
+    return (each for each in repetitions_of(results) if each.number < results.plan["config"]["repetitions"])
+
+
+def _told(grid: Grid) -> Iterator[list[str]]:
+    for number, each in enumerate(grid.repetitions, 1):
+        begun = datetime.fromtimestamp(each.begin_unix_s, UTC).strftime("%Y-%m-%d %H:%M")
+        yield [grid.name, str(number), begun, each.commit, f"{each.rates.get(1.0, math.nan):g}", each.where]
 
 
 def _missing(results: Results) -> Iterator[tuple[str, float]]:
@@ -135,7 +165,3 @@ def _lines(text: str) -> Iterable[Line]:
             return
         what, target, figure, ok = row.removeprefix("| ").removesuffix(" |").split(" | ")
         yield Line(what, target, figure, ok == "ok")
-
-
-def _git(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(("git", *words), cwd=root, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Promises judged by the runs of one setting under load: pure functions of a finished folder.
+"""Promises judged by the runs of one setting under load: pure functions of its repetitions.
 
 EvicPress is judged at the alpha that the config names beforehand, as the reference of its load; where a quality is
 asked for, at the best of its alphas, as the fixed presses are at the best of theirs. A fixed press compares where its
@@ -11,10 +11,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from evicbench.load.repetitions import REFUSING, Repetition, Setting, repetitions_of
 from evicbench.report import Line
 from sglang_evicpress.benchmark.curves import capacity, unloaded_p95
-from sglang_evicpress.benchmark.load import UNLOADED, loaded, median
+from sglang_evicpress.benchmark.load import UNLOADED
 from sglang_evicpress.benchmark.load_tables import rate_name
 from sglang_evicpress.benchmark.results import Results
 from sglang_evicpress.benchmark.summary import NOT_WORTH, Cell, Summary
@@ -31,64 +33,61 @@ MOST_FALL = 0.05
 MOST_RECOMPUTED = 0.01
 LEAST_F1 = 0.97
 MOST_OVER_FULL_CACHE = 1.5
-REFUSING = "--kv-max-queue-seconds"
+
+_NO_FOLDER = Results(Path(), {}, (), {})
+"""A summary needs one; only its cells are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A folder's runs. ``ours`` is the system that is judged."""
+    """The repetitions of a setting. A rate is told by how many times saturation it is; 0 is one client."""
 
-    results: Results
-    runs: tuple[Cell, ...]
-    ours: str
+    setting: Setting
+    repetitions: tuple[Repetition, ...]
 
     @classmethod
     def of(cls, results: Results) -> Grid:
-        """Raises ValueError for a folder whose config has no load, or whose saturation is not known."""
-        if not results.multiples:
-            raise ValueError(
-                f"{results.run_dir} has no rates at multiples of saturation: expected a config with a load"
-            )
-        return cls(results, tuple(loaded(results)), results.plan["config"]["load"]["reference"])
-
-    @property
-    def repetitions(self) -> list[int]:
-        return sorted({run.repetition for run in self.runs if run.repetition is not None})
+        """Those of a folder. Raises ValueError as ``Setting.of`` does."""
+        return cls(Setting.of(results), tuple(repetitions_of(results)))
 
     @property
     def name(self) -> str:
-        return str(self.results.plan["config"].get("name") or self.results.run_dir.name)
+        return self.setting.name
+
+    @property
+    def ours(self) -> str:
+        """The system that is judged."""
+        return self.setting.ours
 
     def rates(self, most: float = math.inf) -> list[float]:
-        """Rates planned up to so many times saturation."""
-        return sorted(rate for rate, multiple in self.results.multiples.items() if multiple <= most)
+        """Those planned up to so many times saturation."""
+        planned = {multiple for repetition in self.repetitions for multiple in repetition.multiples.values()}
+        return sorted(multiple for multiple in planned if multiple <= most)
 
     def systems(self, *kinds: str) -> list[str]:
-        return [system["name"] for system in self.results.systems if system["kind"] in kinds]
+        return [system for system, kind in self.setting.kinds.items() if kind in kinds]
 
-    def at(self, system: str, rate: float, repetition: int) -> Cell | None:
-        key = (system, rate, repetition)
-        return next((run for run in self.runs if (run.system, run.rate, run.repetition) == key), None)
-
-    def rival(self, one: Cell) -> Cell | None:
+    def rival(self, repetition: Repetition, one: Cell) -> Cell | None:
         """Run that one of ours is compared with: at its rate, in its repetition."""
-
-        found = [run for run in self.runs if (run.rate, run.repetition) == (one.rate, one.repetition)]
-        least = (one.quality(self.results.f1) or math.inf) - F1_TOLERANCE
-        good = [run for run in found if run.kind == "fixed" and (run.quality(self.results.f1) or 0.0) >= least]
+        f1 = self.setting.f1
+        found = [run for run in repetition.cells if run.rate == one.rate]
+        least = (one.quality(f1) or math.inf) - F1_TOLERANCE
+        good = [run for run in found if run.kind == "fixed" and (run.quality(f1) or 0.0) >= least]
         rivals = good or [run for run in found if run.kind == "tiers-lru"]
         return min(
             (run for run in rivals if run.ttft.mean_s is not None), key=lambda run: run.ttft.mean_s or 0.0, default=None
         )
 
-    def rate(self, rate: float) -> str:
-        return rate_name(rate, self.results.multiples)
+    def rate(self, multiple: float) -> str:
+        if multiple == 0.0:
+            return "one client"
+        rates = dict.fromkeys(each.rates[multiple] for each in self.repetitions if multiple in each.rates)
+        return f"{', '.join(f'{rate:g}' for rate in rates)}/s, {multiple:g} x saturation"
 
 
-def targets(results: Results) -> Iterator[Line]:
+def targets(grid: Grid) -> Iterator[Line]:
     """Every line of one setting; where servers refuse what would wait too long, only the one about goodput."""
-    grid = Grid.of(results)
-    if any(str(flag).startswith(REFUSING) for flag in results.plan["config"].get("policy_flags") or ()):
+    if grid.setting.refuses:
         yield goodput(grid)
         return
     yield from against_fixed(grid)
@@ -138,12 +137,12 @@ def _compared(
     told, ok = [], bool(grid.rates(1.0)) and bool(grid.repetitions)
     for rate in grid.rates(1.0):
         ratios, names = list[float](), set[str]()
-        for repetition in grid.repetitions:
-            one = grid.at(grid.ours, rate, repetition)
-            other = None if one is None else grid.rival(one)
+        for number, repetition in enumerate(grid.repetitions, 1):
+            one = repetition.at(grid.ours, rate)
+            other = None if one is None else grid.rival(repetition, one)
             found = None if one is None or other is None else ratio(one, other)
             if other is None or found is None:
-                told.append(f"{grid.rate(rate)}: repetition {repetition + 1} was not measured")
+                told.append(f"{grid.rate(rate)}: repetition {number} was not measured")
                 ok = False
                 continue
             names.add(other.system)
@@ -174,19 +173,30 @@ def goodput(grid: Grid) -> Line:
 def _falls(grid: Grid, what: str, systems: Sequence[str], value: Callable[[Cell], float | None]) -> Line:
     target = f"falls by at most {MOST_FALL:.0%} up to 2x saturation, median of the repetitions"
     told, ok = [], bool(systems)
-    middle = {(run.system, run.rate): run for run in median(grid.runs)}
     for system in systems:
-        offered = grid.rates(2.0)
-        rates = [None if (run := middle.get((system, at))) is None else value(run) for at in offered]
-        known = [rate for rate in rates if rate is not None]
-        if len(known) < max(2, len(offered)):
+        found = [_fall(repetition, system, grid.rates(2.0), value) for repetition in grid.repetitions]
+        falls = [fall for fall in found if fall is not None]
+        if not falls or len(falls) < len(found):
             told.append(f"{system} was not measured at every rate")
             ok = False
             continue
-        worst = min(_over(rate, max(known[: place + 1])) or 0.0 for place, rate in enumerate(known))
-        told.append(f"{system} {worst - 1:+.1%} ({', '.join(f'{rate:.1f}' for rate in known)})")
-        ok = ok and worst >= 1.0 - MOST_FALL
+        middle = statistics.median(share for share, _ in falls)
+        told.append(f"{system} {middle - 1:+.1%} ({'; '.join(rates for _, rates in falls)})")
+        ok = ok and middle >= 1.0 - MOST_FALL
     return Line(f"{grid.name}: {what}", target, "; ".join(told) or "none ran", ok)
+
+
+def _fall(
+    repetition: Repetition, system: str, offered: Sequence[float], value: Callable[[Cell], float | None]
+) -> tuple[float, str] | None:
+    """The least of any rate over the most of that rate and those below, and all of them in words; None where one is
+    not known."""
+    runs = (repetition.at(system, rate) for rate in offered)
+    known = [found for run in runs if run is not None and (found := value(run)) is not None]
+    if len(known) < max(2, len(offered)):
+        return None
+    least = min(_over(rate, max(known[: place + 1])) or 0.0 for place, rate in enumerate(known))
+    return least, ", ".join(f"{rate:.1f}" for rate in known)
 
 
 # ---- what is computed anew
@@ -194,29 +204,34 @@ def _falls(grid: Grid, what: str, systems: Sequence[str], value: Callable[[Cell]
 
 def recomputed(grid: Grid) -> Iterator[Line]:
     """Two lines: the worst of all rates, repetitions and alphas."""
-    names = grid.systems("evicpress")
-    runs = [run for run in grid.runs if run.system in names]
     target = f"<= {MOST_RECOMPUTED:.0%} of prompt tokens at every rate"
-    held = _worst(grid, runs, lambda run: run.work.recomputed)
-    not_worth = _worst(grid, runs, lambda run: run.work.computed_for(NOT_WORTH))
+    held = _worst(grid, lambda run: run.work.recomputed)
+    not_worth = _worst(grid, lambda run: run.work.computed_for(NOT_WORTH))
     more = f"; not worth loading, at most {not_worth[1]}" if not_worth is not None else ""
     yield _share_line(
         f"{grid.name}: recomputed by evicpress although held below, not counting not_worth", target, held, more
     )
-    dropped = _worst(grid, runs, lambda run: run.work.computed_for("dropped"))
+    dropped = _worst(grid, lambda run: run.work.computed_for("dropped"))
     yield _share_line(
         f"{grid.name}: recomputed by evicpress because dropped while a lower tier had room", target, dropped
     )
 
 
-def _worst(grid: Grid, runs: Sequence[Cell], value: Callable[[Cell], float | None]) -> tuple[float, str] | None:
-    """None where some run does not say."""
-    known = [(share, run) for run in runs if (share := value(run)) is not None]
+def _worst(grid: Grid, value: Callable[[Cell], float | None]) -> tuple[float, str] | None:
+    """Of all runs of EvicPress; None where some run does not say."""
+    names = grid.systems("evicpress")
+    runs = [
+        (repetition, number, run)
+        for number, repetition in enumerate(grid.repetitions, 1)
+        for run in repetition.cells
+        if run.system in names
+    ]
+    known = [(share, *each) for each in runs if (share := value(each[-1])) is not None]
     if not known or len(known) < len(runs):
         return None
-    share, run = max(known, key=lambda each: each[0])
+    share, repetition, number, run = max(known, key=lambda each: each[0])
     seconds = run.work.not_worth_s or {}
-    told = f"{share:.2%} ({run.system}, {grid.rate(run.rate)}, repetition {(run.repetition or 0) + 1}"
+    told = f"{share:.2%} ({run.system}, {rate_name(run.rate, repetition.multiples)}, repetition {number}"
     if seconds:
         told += "; not worth it: " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
     return share, told + ")"
@@ -234,37 +249,33 @@ def _share_line(what: str, target: str, found: tuple[float, str] | None, more: s
 def requests_per_second(grid: Grid) -> Iterator[Line]:
     """Two lines; on straight lines between rates, up to the first at which a limit is not kept."""
     what = f"{grid.name}: requests/s at TTFT p95 <= 2x its own with one client and F1 >= {LEAST_F1:g}"
-    summaries = [
-        Summary(grid.results, None, None, tuple(run for run in grid.runs if run.repetition == repetition))
-        for repetition in grid.repetitions
-    ]
     for kind, least, name in (
         ("tiers-lru", LEAST_OVER_EXACT, "exact LRU over the same tiers"),
         ("fixed", LEAST_RATIO, "the best fixed press + LRU"),
     ):
         told, held = [], 0
-        for summary in summaries:
-            ours, theirs = _most(grid, summary, "evicpress"), _most(grid, summary, kind)
+        for repetition in grid.repetitions:
+            ours, theirs = _most(grid, repetition, "evicpress"), _most(grid, repetition, kind)
             held += ours[0] > 0 and ours[0] >= least * theirs[0]
             ratio = f"{ours[0] / theirs[0]:.2f}x" if theirs[0] else "theirs is none"
             told.append(f"{ratio} ({ours[1]}; {theirs[1]})")
-        needed = math.ceil(2 * len(summaries) / 3)
+        needed = math.ceil(2 * len(grid.repetitions) / 3)
         yield Line(
             f"{what}, beside {name}",
-            f">= {least:g}x in {needed} of {len(summaries)} repetitions",
+            f">= {least:g}x in {needed} of {len(grid.repetitions)} repetitions",
             "; ".join(told) or "nothing was measured",
-            bool(summaries) and held >= needed,
+            bool(grid.repetitions) and held >= needed,
         )
 
 
-def _most(grid: Grid, summary: Summary, kind: str) -> tuple[float, str]:
+def _most(grid: Grid, repetition: Repetition, kind: str) -> tuple[float, str]:
     """The most that a system of the kind bears, and in words."""
-    best, told = 0.0, f"{kind} 0"
+    best, told, summary = 0.0, f"{kind} 0", Summary(_NO_FOLDER, None, None, repetition.cells)
     for system in grid.systems(kind):
         limit_s = unloaded_p95(summary, system)
         if limit_s is None:
             continue
-        found = capacity(summary, system, UNLOADED * limit_s, least=LEAST_F1, measure=grid.results.f1)
+        found = capacity(summary, system, UNLOADED * limit_s, least=LEAST_F1, measure=grid.setting.f1)
         if found is not None and found.rps > best:
             best, told = found.rps, f"{system} {'>= ' if found.is_at_least else ''}{found.rps:.2f}"
     return best, told
@@ -273,30 +284,19 @@ def _most(grid: Grid, summary: Summary, kind: str) -> tuple[float, str]:
 # ---- beside infinite memory, and with one client
 
 
-def load_s(results: Results) -> float:
-    """The load time of the tier: that of all bytes of a context of mean length, exact, at the bandwidth that reads of
-    the SSD are slowed to; 0 where they are not."""
-    settings, bandwidth = results.plan.get("settings") or {}, results.plan["config"].get("ssd_bandwidth")
-    if not bandwidth:
-        return 0.0
-    tokens = settings["working_set_tokens"] / settings["num_contexts"]
-    return float(tokens * settings["kv_bytes_per_token"] / bandwidth)
-
-
 def near_the_full_cache(grid: Grid) -> Line:
     what = f"{grid.name}: p95 TTFT of {grid.ours} at half of saturation"
-    tier_s = load_s(grid.results)
+    tier_s = grid.setting.load_s
     target = (
         f"<= {MOST_OVER_FULL_CACHE:g}x that of full-cache+attention at the same rate + {1e3 * tier_s:.0f} ms, the "
         f"SSD's time for "
         "a context of mean length; median of the repetitions"
     )
-    rate = next((rate for rate, multiple in grid.results.multiples.items() if multiple == 0.5), None)
     parts, told = [], []
-    for repetition in grid.repetitions if rate is not None else ():
-        one, full_cache = (grid.at(name, rate or 0.0, repetition) for name in (grid.ours, "full-cache+attention"))
+    for number, repetition in enumerate(grid.repetitions if 0.5 in grid.rates() else (), 1):
+        one, full_cache = (repetition.at(name, 0.5) for name in (grid.ours, "full-cache+attention"))
         if one is None or full_cache is None or one.ttft.p95_s is None or full_cache.ttft.p95_s is None:
-            return Line(what, target, f"repetition {repetition + 1} was not measured with both", False)
+            return Line(what, target, f"repetition {number} was not measured with both", False)
         parts.append(one.ttft.p95_s / (MOST_OVER_FULL_CACHE * full_cache.ttft.p95_s + tier_s))
         told.append(f"{1e3 * one.ttft.p95_s:.0f} ms, bound {1e3 * full_cache.ttft.p95_s:.0f} ms")
     if not parts:
@@ -316,8 +316,8 @@ def one_client_ratio(grid: Grid) -> float | None:
     """The median of the repetitions."""
     ratios = []
     for repetition in grid.repetitions:
-        one = grid.at(grid.ours, 0.0, repetition)
-        for other in (grid.at(name, 0.0, repetition) for name in grid.systems("tiers-lru")):
+        one = repetition.at(grid.ours, 0.0)
+        for other in (repetition.at(name, 0.0) for name in grid.systems("tiers-lru")):
             found = None if one is None or other is None else _over(one.ttft.mean_s, other.ttft.mean_s)
             ratios += [] if found is None else [found]
     return statistics.median(ratios) if ratios else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from evicbench.load.targets import Grid, load_s, one_client_ratio, targets
+from evicbench.load.repetitions import load_s
+from evicbench.load.targets import Grid, one_client_ratio, targets
 from evicbench.report import Line
 from tests.unit.benchmark.loads import OURS, Runs, changed, good_runs, write_load
 
@@ -27,7 +28,7 @@ FIXED, LOW = "keydiff@0.8+lru", "keydiff@0.5+lru"
 def line(folder: Path, runs: Runs, name: str, **config: object) -> Line:
     """The only line of that name, or the only one that begins with it, on a folder made anew."""
     number = sum(1 for _ in folder.glob("made-*"))
-    found = list(targets(read_results(write_load(folder / f"made-{number}", runs, **config))))
+    found = list(targets(Grid.of(read_results(write_load(folder / f"made-{number}", runs, **config)))))
     called = {each.what.removeprefix("made-up: "): each for each in found}
     if name in called:
         return called[name]
@@ -36,7 +37,7 @@ def line(folder: Path, runs: Runs, name: str, **config: object) -> Line:
 
 
 def test_every_line_holds_in_a_good_folder(tmp_path: Path) -> None:
-    found = list(targets(read_results(write_load(tmp_path, good_runs()))))
+    found = list(targets(Grid.of(read_results(write_load(tmp_path, good_runs())))))
     assert [f"{each.what}: {each.figure}" for each in found if not each.ok] == []
     assert len(found) == 3 + 2 + 2 + 2 + 1 + 1
     assert all(each.what.startswith("made-up: ") for each in found)
@@ -116,7 +117,7 @@ def test_servers_that_do_not_say_why_miss_both(tmp_path: Path) -> None:
     write_load(tmp_path, good_runs(1))
     path = tmp_path / "runs" / "evicpress-a=2" / "0-8.jsonl"
     path.write_text(path.read_text().replace('"admission"', '"older"'))
-    found = [each for each in targets(read_results(tmp_path)) if "recomputed" in each.what]
+    found = [each for each in targets(Grid.of(read_results(tmp_path))) if "recomputed" in each.what]
     assert [each.ok for each in found] == [False, False]
     assert {each.figure for each in found} == {"the server does not say why tokens were computed"}
 
@@ -165,4 +166,4 @@ def test_one_client_is_a_ratio_to_exact_lru(tmp_path: Path) -> None:
 def test_a_folder_without_a_load_says_so(tmp_path: Path) -> None:
     results = read_results(write_load(tmp_path, good_runs(1), load=None))
     with pytest.raises(ValueError, match="no rates at multiples of saturation"):
-        list(targets(results))
+        Grid.of(results)

@@ -63,18 +63,18 @@ def changed(runs: Runs, system: str, multiple: float, repetition: int | None = N
     }
 
 
-def write_load(folder: Path, runs: Runs, **config: Any) -> Path:
+def write_load(folder: Path, runs: Runs, saturation: float = SATURATION, begin_s: float = 1.8e9, **config: Any) -> Path:
     repetitions = 1 + max(repetition for _, _, repetition in runs)
-    load = {"of_saturation": [*MULTIPLES], "reference": OURS, "seconds": SECONDS, "saturation_rps": SATURATION}
+    load = {"of_saturation": [*MULTIPLES], "reference": OURS, "seconds": SECONDS, "saturation_rps": saturation}
     names = {name: kind for name, kind in NAMES.items() if any(key[0] == name for key in runs)}
     given = {
-        **{"name": "made-up", "rates": [0, *(SATURATION * multiple for multiple in MULTIPLES)], "load": load},
+        **{"name": "made-up", "rates": [0, *(saturation * multiple for multiple in MULTIPLES)], "load": load},
         **{"repetitions": repetitions, "ttft_limit_s": 0.5, "policy_flags": [], **config},
     }
     write_plan(folder, names, **given)
     scores = []
     for (system, multiple, repetition), at in runs.items():
-        rate = SATURATION * multiple
+        rate = saturation * multiple
         lines = _lines(at, rate)
         tokens = {"prompt_tokens": 10_000, "computed_tokens": dict(at.computed)}
         seconds = {"not_worth_s": {"predicted": 1.0, "actual": 2.0}} if "not_worth" in at.computed else {}
@@ -85,6 +85,7 @@ def write_load(folder: Path, runs: Runs, **config: Any) -> Path:
             "stats_before": before if has_policy else None,
             "stats": {"cached_slots": 1, "admission": {**tokens, **seconds}} if has_policy else None,
             "commit": "0123456789ab",
+            "begin_unix_s": begin_s + 600.0 * repetition,
         }
         write_run(folder, system, rate, lines, repetition, **header)
         scores += [
