@@ -125,7 +125,7 @@ def publish(
 
 
 def _grids(earlier: Sequence[Repetition], results_by_name: Sequence[Results]) -> list[Grid]:
-    """Of each setting that there is anything of, those of now first."""
+    """One for each setting that there is anything of, in the order of the folders of now."""
     now = [each for results in results_by_name for each in _planned(results)]
     names = dict.fromkeys(each.setting.name for each in (*now, *earlier))
     found = {name: [each for each in together(earlier, now) if each.setting.name == name] for name in names}
@@ -133,7 +133,7 @@ def _grids(earlier: Sequence[Repetition], results_by_name: Sequence[Results]) ->
 
 
 def _planned(results: Results) -> Iterator[Repetition]:
-    """Without one that was begun when more were asked for."""
+    """All but one that was begun when more were asked for."""
     return (each for each in repetitions_of(results) if each.number < results.plan["config"]["repetitions"])
 
 

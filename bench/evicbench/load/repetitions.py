@@ -33,7 +33,7 @@ REFUSING = "--kv-max-queue-seconds"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is measured. ``ours`` is the system that is judged, ``kinds`` are those of all systems, ``f1`` names the
+    """A setting. ``ours`` is the system that is judged, ``kinds`` are those of all systems, ``f1`` names the
     quality that is known, and ``load_s`` is the time in which the SSD reads an exact context of mean length; 0 where
     its reads are not slowed. ``refuses``: servers answer 503 where a request would wait too long."""
 
@@ -77,7 +77,7 @@ class Repetition:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What another one differs in, and the same does not when it is read or made again."""
+        """Key that another repetition has not, and the same one has again when it is read or published again."""
         return self.setting.name, self.number, self.commit, tuple(sorted(self.multiples))
 
     @cached_property
@@ -101,7 +101,7 @@ def load_s(results: Results) -> float:
 
 
 def repetitions_of(results: Results) -> Iterator[Repetition]:
-    """Those of a folder, in order. Raises ValueError as ``Setting.of`` does."""
+    """Repetitions of a folder, in order. Raises ValueError as ``Setting.of`` does."""
     setting, cells = Setting.of(results), loaded(results)
     for number in sorted({run.repetition for run in results.runs}):
         headers = [run.header for run in results.runs if run.repetition == number]
@@ -124,7 +124,7 @@ def where(plan: Mapping[str, Any]) -> str:
 
 
 def read(folder: Path, commit: str, root: Path = ROOT) -> list[Repetition]:
-    """Those of the file that count beside runs of ``commit``; none without a file. Says of each other one why not.
+    """Repetitions of the file that count beside runs of ``commit``; none without a file. Says why another one does not.
     Raises ValueError for a file that ``write`` did not write."""
     try:
         text = (folder / FILE).read_text(encoding="utf-8")

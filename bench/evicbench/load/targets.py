@@ -47,7 +47,7 @@ class Grid:
 
     @classmethod
     def of(cls, results: Results) -> Grid:
-        """Those of a folder. Raises ValueError as ``Setting.of`` does."""
+        """Grid of a folder. Raises ValueError as ``Setting.of`` does."""
         return cls(Setting.of(results), tuple(repetitions_of(results)))
 
     @property
@@ -60,7 +60,7 @@ class Grid:
         return self.setting.ours
 
     def rates(self, most: float = math.inf) -> list[float]:
-        """Those planned up to so many times saturation."""
+        """Multiples of saturation that were planned, up to ``most``."""
         planned = {multiple for repetition in self.repetitions for multiple in repetition.multiples.values()}
         return sorted(multiple for multiple in planned if multiple <= most)
 
@@ -218,7 +218,7 @@ def recomputed(grid: Grid) -> Iterator[Line]:
 
 
 def _worst(grid: Grid, value: Callable[[Cell], float | None]) -> tuple[float, str] | None:
-    """Of all runs of EvicPress; None where some run does not say."""
+    """Largest of all runs of EvicPress, with the run in words; None where some run does not say."""
     names = grid.systems("evicpress")
     runs = [
         (repetition, number, run)

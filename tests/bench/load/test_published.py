@@ -161,7 +161,7 @@ def test_repetitions_of_another_time_count_though_saturation_differs(tmp_path: P
 
 
 def test_answers_fall_within_a_repetition(tmp_path: Path, root: Path) -> None:
-    """Those of a repetition whose saturation is higher are not beside those of another."""
+    """Answers of a repetition with more saturation are not beside those of another."""
     slow = other(good_runs(1), OURS, 2.0, answers_rps=3.7)
     publish([raw_at(tmp_path / "a", commit(root), slow)], "c", (), tmp_path, root)
     (root / "bench" / "b.py").write_text("2\n")
