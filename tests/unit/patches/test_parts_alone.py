@@ -21,7 +21,7 @@ from sglang_evicpress.core import DROP, EXACT, Form, Tier
 from sglang_evicpress.patches.cache import policy_sync
 from sglang_evicpress.patches.cache.fill_replace import FillReplace
 from sglang_evicpress.patches.cache.policy_sync import PolicySync
-from sglang_evicpress.patches.cache.policy_terms import PolicyTerms
+from sglang_evicpress.patches.cache.policy_terms import LOAD_PAUSE_S, LOADS_SEEN, PolicyTerms
 from sglang_evicpress.patches.cache.policy_view import PolicyView
 from sglang_evicpress.patches.cache.queued_hits import QueuedHits
 from sglang_evicpress.patches.tiers import loads
@@ -349,6 +349,23 @@ def test_time_goes_on_by_stamps_and_costs_change_when_they_must() -> None:
     assert weighed.load[Tier.HOST] == known.load[Tier.HOST] and world.terms.costs == costs
     world.terms.observe_load(Tier.HOST, 0, 1.0)
     assert world.terms.cost_model.costs.load == costs.load, "nothing was loaded"
+
+
+def test_of_many_loads_some_are_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, learned = SimpleNamespace(s=50.0), list[tuple[Tier, str, float]]()
+    terms = PolicyTerms(TERMS, {}, has_host=True, clock=lambda: now.s)
+    note = lambda tier, num_bytes, seconds, codec: learned.append((tier, codec, seconds))  # noqa: E731
+    monkeypatch.setattr(terms.cost_model, "observe_load", note)
+    for index in range(LOADS_SEEN + 3):
+        terms.observe_load(Tier.HOST, 10, 1.0 + index)
+    assert len(learned) == LOADS_SEEN and learned[-1] == (Tier.HOST, "raw", float(LOADS_SEEN))
+    terms.observe_load(Tier.SSD, 10, 1.0)
+    terms.observe_load(Tier.HOST, 10, 1.0, "int8")
+    assert learned[-2:] == [(Tier.SSD, "raw", 1.0), (Tier.HOST, "int8", 1.0)], "each by itself"
+    now.s += LOAD_PAUSE_S
+    for seconds in (2.0, 3.0):
+        terms.observe_load(Tier.HOST, 10, seconds)
+    assert learned[-1] == (Tier.HOST, "raw", 2.0), "then one in a while"
 
 
 class NoPlans:
