@@ -312,10 +312,13 @@ class Parts:
         if tree.policy.tenant_plans.limits:
             self.round_begun.subscribe(tenant_limits.enforce)
 
-    def begin_round(self, *, delays_token: bool) -> bool:
-        """Some of what is to be done at many nodes; where a first token waits for this round, in a later one. True
-        where the round has time to learn."""
+    def begin_round(self, *, delays_token: bool, is_full: bool = False) -> bool:
+        """Some of what is to be done at many nodes; in a later round where a first token waits for this one, or where
+        there are many nodes and other work took its time (``is_full``). True where the round has time to learn."""
         self.tree.background_clock.begin_round()
+        if is_full and self._takes_turns and self.tree.ranks.is_alone:  # each rank has other work of its own
+            self.tree.background_clock.is_full = True
+            return False
         self._num_put_off = self._num_put_off + 1 if delays_token else 0
         if self._num_put_off % MOST_PUT_OFF == 0:
             self.round_begun()

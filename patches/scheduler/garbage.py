@@ -8,8 +8,8 @@ among old objects are few, but what holds them is never freed without.
 Young objects are collected every few rounds. Python does so when 700 more were made than freed, whatever their age:
 where as many old nodes leave the tree as new ones come, that is seldom, and then there are tens of thousands of young
 ones, some 50 ms. Those that are left are old at once: to look at them a second time took 8 ms, up to 18, and in 2,400
-looks at 75 requests/s no young object was found in a cycle. All of this is a rank's own: nothing that is decided
-depends on it.
+looks at 75 requests/s no young object was found in a cycle. All of this is a rank's own: nothing that several ranks
+decide depends on it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ IDLE_S = 1.0
 PAUSE_SHARE = 50.0
 """Of what the last one took, until the next; twice the pause before, where it has found nothing."""
 
-ROUNDS_PER_LOOK = 4
-"""Of rounds one looks at young objects, after which those that are left are old."""
+ROUNDS_PER_LOOK = 8
+"""Of rounds one looks at young objects, after which those that are left are old. It takes half a millisecond, so that
+where there are many nodes such a round does nothing else that can wait."""
 
 LEAST_ROUNDS = 200
 """Of requests, since the last full collection, before another."""
@@ -51,11 +52,12 @@ class FullCollections:
         self._busy_s = self._last_s = time.monotonic()
         self._pause_s = 0.0
 
-    def begin_round(self, *, is_idle: bool) -> None:
-        """``is_idle``: no request runs or waits."""
+    def begin_round(self, *, is_idle: bool) -> bool:
+        """``is_idle``: no request runs or waits. True for a round that looks at young objects."""
         now_s = time.monotonic()
         self._num_all_rounds += 1
-        if self._num_all_rounds % ROUNDS_PER_LOOK == 0:  # the policy goes on with its work while nothing is asked for
+        looks = self._num_all_rounds % ROUNDS_PER_LOOK == 0
+        if looks:  # the policy goes on with its work while nothing is asked for
             gc.collect(1)
         if not is_idle:
             self._num_rounds += 1
@@ -66,6 +68,7 @@ class FullCollections:
             self._num_rounds, self._last_s = 0, time.monotonic()
             pause_s = max(PAUSE_SHARE * (self._last_s - now_s), 0.0 if num_found else 2.0 * self._pause_s)
             self._pause_s = min(pause_s, MOST_S)
+        return looks
 
 
 _collections: FullCollections | None = None
@@ -77,11 +80,12 @@ def _after_init(_: None, scheduler: Scheduler, *__: object, **___: object) -> No
     _collections = FullCollections()
 
 
-def begin_round(scheduler: Scheduler) -> None:
-    """Before the next batch is made."""
-    if _collections is not None:
-        is_running = scheduler.last_batch is not None or not scheduler.running_batch.is_empty()
-        _collections.begin_round(is_idle=not is_running and not scheduler.waiting_queue)
+def begin_round(scheduler: Scheduler) -> bool:
+    """Before the next batch is made. True where it took some of the round's time."""
+    if _collections is None:
+        return False
+    is_running = scheduler.last_batch is not None or not scheduler.running_batch.is_empty()
+    return _collections.begin_round(is_idle=not is_running and not scheduler.waiting_queue)
 
 
 def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:

@@ -172,10 +172,10 @@ class HookedMetrics(Protocol):
 
 
 class BeginRound(Protocol):
-    """What is done before a batch is made; ``delays_token``: somebody would wait for it for a first token. True where
-    there is time to learn."""
+    """What is done before a batch is made; ``delays_token``: somebody would wait for it for a first token; ``is_full``:
+    other work took time. True where there is time to learn."""
 
-    def __call__(self, *, delays_token: bool) -> bool: ...
+    def __call__(self, *, delays_token: bool, is_full: bool) -> bool: ...
 
 
 class HookedGuests(Protocol):
@@ -292,8 +292,8 @@ def _after_add_request_to_queue(_: None, scheduler: Scheduler, req: QueuedReques
         _cache.admission.on_queued(req)
 
 
-def begin_round(scheduler: HookedScheduler) -> None:
-    """Before the next batch is made."""
+def begin_round(scheduler: HookedScheduler, *, is_full: bool = False) -> None:
+    """Before the next batch is made; ``is_full``: other work took time."""
     if _cache is None:
         return
     _cache.checkpoints.settle()  # where nothing was received in between
@@ -301,7 +301,7 @@ def begin_round(scheduler: HookedScheduler) -> None:
     is_idle = last is None and not is_running and not scheduler.waiting_queue
     # What was just prefilled joins those that run later, and its token is sent after the next batch is launched.
     delays_token = last.forward_mode.is_extend() if last is not None else not is_running
-    has_time = _cache.begin_round(delays_token=delays_token and not is_idle)
+    has_time = _cache.begin_round(delays_token=delays_token and not is_idle, is_full=is_full)
     if has_time and (is_idle or not delays_token):
         _cache.prefill_times.learn(is_idle=is_idle)
     _cache.decode_budgets.visit_budgets(scheduler)

@@ -26,9 +26,9 @@ def _around_get_next_batch_to_run(
     original: Callable[..., object], scheduler: RoundScheduler, *args: object, **kwargs: object
 ) -> object:
     """AROUND ``get_next_batch_to_run``. The queue is counted while all of it is visible."""
-    garbage.begin_round(scheduler)
+    is_full = garbage.begin_round(scheduler)
     queued = queue_limit.begin_round(scheduler)
-    hooks.begin_round(scheduler)
+    hooks.begin_round(scheduler, is_full=is_full)
     plan = original(scheduler, *args, **kwargs)
     batch = RELEASE.batch_of(plan)
     hooks.end_round(scheduler, batch)

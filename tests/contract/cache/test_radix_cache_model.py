@@ -858,6 +858,29 @@ def test_of_many_nodes_each_kind_of_work_has_rounds_of_its_own(walk: Walk, monke
     assert sorted(told) == ["grow", "steps"], "but one in some, for they would wait for ever"
 
 
+def test_a_round_whose_time_other_work_took_does_nothing_at_many_nodes(
+    walk: Walk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, told = walk.cache.parts, list[str]()
+    parts.round_begun.subscribe(lambda: told.append("work"))
+    clock = parts.tree.background_clock
+    clock.mark_dirty()
+    assert parts.begin_round(delays_token=False, is_full=True) and told == ["work"], "at few it does"
+    assert clock.begin_plan(0.0, is_idle=True)
+    monkeypatch.setattr("sglang_evicpress.patches.cache.parts.MANY_NODES", 0)
+    clock.mark_dirty()
+    assert not parts.begin_round(delays_token=False, is_full=True) and told == ["work"]
+    assert not clock.begin_plan(0.0, is_idle=True), "no room is made either"
+    assert clock.begin_plan(0.0, is_idle=True), "but for who waits within the round"
+    for _ in range(MOST_PUT_OFF):  # it is not counted among the rounds that are put off
+        parts.begin_round(delays_token=True, is_full=True)
+        parts.begin_round(delays_token=True)
+    assert told == ["work", "work"]
+    monkeypatch.setattr(parts.tree.ranks, "is_alone", False)
+    parts.begin_round(delays_token=False, is_full=True)
+    assert told == ["work", "work", "work"], "all ranks do it in the same rounds"
+
+
 def test_a_server_that_ends_has_all_prompts_in_its_tree(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
     made, ended = list[str](), list[list[str]]()
     late = LateCheckpoints(lambda req, token_ids, *, is_chunk: made.append(req))

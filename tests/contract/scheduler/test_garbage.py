@@ -60,8 +60,9 @@ def test_young_garbage_is_collected_every_few_rounds(clock: SimpleNamespace) -> 
     ref = weakref.ref(cycle)
     del cycle
     for _ in range(garbage.ROUNDS_PER_LOOK):
-        assert ref() is not None, "each look takes a tenth of a millisecond, which every token would wait for"
-        collections.begin_round(is_idle=False)
+        assert ref() is not None, "each look takes half a millisecond, which every token would wait for"
+        has_looked = collections.begin_round(is_idle=False)
+        assert has_looked == (ref() is None), "what else is to be done in that round may wait"
     assert ref() is None
 
 

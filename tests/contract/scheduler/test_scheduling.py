@@ -68,6 +68,7 @@ class FakeCache:
         self.ticks: list[tuple[bool, bool]] = []
         self.has_time = True
         self.rounds_that_delay: list[bool] = []
+        self.full_rounds: list[bool] = []
         self.waits: list[float] = []
         self.passed_by: set[str] = set()
         self.holders: list[str] = []
@@ -123,12 +124,13 @@ class FakeCache:
     def wait(self, seconds: float) -> None:
         self.waits.append(seconds)
 
-    def begin_round(self, scheduler: Any = None, *, delays_token: bool = False) -> bool:
+    def begin_round(self, scheduler: Any = None, *, delays_token: bool = False, is_full: bool = False) -> bool:
         """Of the cache, or, with a scheduler, of the requests in its background."""
         if scheduler is not None:
             self.expected.append("a round begins")
         else:
             self.rounds_that_delay.append(delays_token)
+            self.full_rounds.append(is_full)
         return self.has_time
 
     def hide_waiting(self, scheduler: Any) -> None:
