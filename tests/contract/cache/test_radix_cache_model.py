@@ -928,7 +928,7 @@ def test_costs_that_drift_reach_the_policy_and_small_changes_do_not(
         assert walk.cache.terms.costs.prefill.per_token_s == expected
     walk.cache.terms.advance(43.3, costs_of(PrefillCost(0.0, 9e-4, 0.0)))
     assert walk.cache.terms.costs.prefill.per_token_s == 9e-4
-    monkeypatch.setattr(policy_terms, "REFRESH_S_PER_NODE", 30.0)  # as if there were thirty thousand times as many
+    monkeypatch.setattr(policy_terms, "REFRESH_S_PER_NODE", 30.0)  # as if there were ten thousand times as many
     served(walk, 60)
     for now_s, expected in ((45.0, 9e-4), (46.4, 2e-4)):
         walk.cache.terms.advance(now_s, costs_of(PrefillCost(0.0, 2e-4, 0.0)))
