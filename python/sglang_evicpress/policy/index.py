@@ -213,7 +213,7 @@ class NodeIndex:
     def first(self, tier: int) -> tuple[Candidate, Step] | None:
         """The unlocked node whose step on this tier comes first, and the step; its entry stays on top of the heap."""
         heap, aside = self.heaps[tier], self._aside[tier]
-        if aside:
+        if aside and not self._is_ordered[tier]:
             self._sweep(tier, MOVES_PER_LOOK)
         looked: list[Entry] = []
         while heap or aside:

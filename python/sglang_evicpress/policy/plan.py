@@ -22,6 +22,9 @@ AHEAD, AHEAD_PER_STEP = 32, 4
 """Nodes that may not do what the index has them queued for, of which an urgent plan looks at so many, and so many more
 per step, for what they may do instead. That can lose far more: to be sure of the least it would have to look at all."""
 
+MANY, AHEAD_OF_MANY, AHEAD_OF_MANY_PER_STEP = 1024, 8, 2
+"""Nodes from which on it looks at fewer: each takes 20 us while a request waits, and loses little for its size."""
+
 MAX_COMPARED = 16
 """Nodes whose changes are compared for the last step on a tier."""
 
@@ -85,6 +88,8 @@ class Plan:
         self._taken: list[list[Entry]] = [[] for _ in range(DROPPED)]
         self._prices: dict[int, float] = {}
         self._num_steps = self._num_ahead = 0
+        is_many = len(index.candidates) >= MANY
+        self._ahead = (AHEAD_OF_MANY, AHEAD_OF_MANY_PER_STEP) if is_many else (AHEAD, AHEAD_PER_STEP)
         self._keys = [0.0] * DROPPED
         self._forced_drops: ForcedDrops | None = None
         self._forced: set[int] = set()
@@ -364,7 +369,7 @@ class Plan:
         while (
             self.lower_copies_of is not None and shared is not None and not self._is_open(*shared, self.lower_copies_of)
         ):
-            if own and (own[0] < index.heaps[tier][0] or self._num_ahead >= self._num_steps * AHEAD_PER_STEP + AHEAD):
+            if own and (own[0] < index.heaps[tier][0] or self._has_looked_ahead):
                 shared = None
                 break
             self._taken[tier].append(heapq.heappop(index.heaps[tier]))
@@ -382,6 +387,11 @@ class Plan:
             return None
         self._taken[tier].append(heapq.heappop(index.heaps[tier]))
         return self._copy(shared[0]), shared[1]
+
+    @property
+    def _has_looked_ahead(self) -> bool:
+        ahead, per_step = self._ahead
+        return self._num_ahead >= ahead + self._num_steps * per_step
 
     def _first_shared(self, tier: int) -> tuple[Candidate, Step] | None:
         """The first of the index's nodes that is not planned on yet, with the step it would take in a normal plan."""
