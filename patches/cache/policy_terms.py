@@ -26,6 +26,7 @@ AWAY = TransferCost(1e6, 1.0)
 
 FAR = 1.0  # twice or half of it: looked at ten times as soon
 DRIFT = 0.1  # of a predicted duration: costs that differ less are not worth another look at every node
+COMPARED_S = 1.0  # between two comparisons of the costs in use with those learned, which take 0.1 ms
 COPIES_WARM, COPIES_SEEN, COPIES_PER_LOOK = 2, 16, 8
 """Evictions that copied: the first are slower than others, and of the many after the next each of so many is learned
 from."""
@@ -44,8 +45,8 @@ below can still be computed anew when that is sooner."""
 
 class PolicyTerms:
     """The logical time ``now_s`` is what rank 0 last stamped (``scheduler``), in seconds since its first stamp; it
-    never goes back and is equal on every rank, as are the ``costs`` in use and ``weighed``, which are these as the
-    policy has them. ``cost_model`` is this rank's own.
+    never goes back and is equal on every rank, as are the ``costs`` in use and ``weighed``, by which the policy goes:
+    where there are many nodes it is told of others less often. ``cost_model`` is this rank's own.
 
     ``advanced`` tells that time goes on, ``costs_changed`` that the policy is to look at all ``nodes`` again.
     """
@@ -75,7 +76,7 @@ class PolicyTerms:
         self.read_weight = 1.0
         self.weighed = _weighed(self.costs, self.recompute_weight, self.read_weight, is_away=False)
         self._first_stamp_s: float | None = None
-        self._refreshed_s = self._looked_s = -REFRESH_S
+        self._refreshed_s = self._looked_s = self._compared_s = -REFRESH_S
 
     def value_of_hit(self) -> float:
         """Weight of a node that is expected to be used once, soon enough to be kept for that: uses per second."""
@@ -83,7 +84,7 @@ class PolicyTerms:
 
     def observe_load(self, tier: Tier, num_bytes: int, seconds: float, codec: str = "raw") -> None:
         """So many bytes, stored by a codec, were brought back from a tier; ranks learn of it by rank 0's next stamp."""
-        if num_bytes <= 0 or seconds <= 0.0:
+        if not (num_bytes > 0 and seconds > 0.0):
             return
         kind, now_s = (tier, codec), self._clock()
         self._num_loads_seen[kind] += 1
@@ -114,19 +115,27 @@ class PolicyTerms:
         self._take(costs, max(self._least_weight, congestion), read_congestion)
 
     def _take(self, costs: CostSnapshot, weight: float, read_weight: float) -> None:
-        """Tell the policy, where that changes a prediction enough and the last time is long enough ago."""
+        """Go by these costs where they predict enough otherwise; tell the policy, if it was told long enough ago."""
+        if self.now_s - self._compared_s < COMPARED_S:
+            return
+        self._compared_s = self.now_s
+        if _have_drifted(costs, self.costs, DRIFT):
+            self.costs = costs
         pause_s = max(REFRESH_S, REFRESH_S_PER_NODE * len(self._nodes))
-        since_s = self.now_s - self._refreshed_s
-        if self.now_s - self._looked_s < pause_s / 10:  # to compare costs takes 0.1 ms, before a request is queued
+        if self.now_s - self._looked_s < pause_s / 10:
             return
         self._looked_s = self.now_s
-        weighed, known = _weighed(costs, weight, read_weight, is_away=self._is_external_away()), self.weighed
-        tolerance = DRIFT if since_s >= pause_s else FAR  # loads that take twice as long as predicted come late
-        if weighed.drifted_from(known, tolerance) or known.drifted_from(weighed, tolerance):
+        weighed = _weighed(costs, weight, read_weight, is_away=self._is_external_away())
+        # loads that take twice as long as predicted come late
+        if _have_drifted(weighed, self.weighed, DRIFT if self.now_s - self._refreshed_s >= pause_s else FAR):
             self._refreshed_s = self.now_s
             self.costs, self.weighed = costs, weighed
             self.recompute_weight, self.read_weight = weight, read_weight
             self.costs_changed(weighed)
+
+
+def _have_drifted(costs: CostSnapshot, known: CostSnapshot, tolerance: float) -> bool:
+    return costs.drifted_from(known, tolerance) or known.drifted_from(costs, tolerance)
 
 
 def _weighed(costs: CostSnapshot, weight: float, read_weight: float, *, is_away: bool) -> CostSnapshot:

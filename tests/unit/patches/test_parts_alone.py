@@ -9,7 +9,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +21,13 @@ from sglang_evicpress.core import DROP, EXACT, Form, Tier
 from sglang_evicpress.patches.cache import policy_sync
 from sglang_evicpress.patches.cache.fill_replace import FillReplace
 from sglang_evicpress.patches.cache.policy_sync import PolicySync
-from sglang_evicpress.patches.cache.policy_terms import LOAD_PAUSE_S, LOADS_SEEN, PolicyTerms
+from sglang_evicpress.patches.cache.policy_terms import (
+    COMPARED_S,
+    LOAD_PAUSE_S,
+    LOADS_SEEN,
+    REFRESH_S_PER_NODE,
+    PolicyTerms,
+)
 from sglang_evicpress.patches.cache.policy_view import PolicyView
 from sglang_evicpress.patches.cache.queued_hits import QueuedHits
 from sglang_evicpress.patches.tiers import loads
@@ -366,6 +372,21 @@ def test_of_many_loads_some_are_learned_from(monkeypatch: pytest.MonkeyPatch) ->
     for seconds in (2.0, 3.0):
         terms.observe_load(Tier.HOST, 10, seconds)
     assert learned[-1] == (Tier.HOST, "raw", 2.0), "then one in a while"
+    terms.observe_load(Tier.SSD, 10, math.nan)
+    assert learned[-1] == (Tier.HOST, "raw", 2.0), "no figure"
+
+
+def test_loads_go_by_a_slower_disk_long_before_the_policy_looks_at_many_nodes() -> None:
+    terms = PolicyTerms(TERMS, range(20_000), has_host=True)
+    told, slower = list[CostSnapshot](), {**terms.costs.load, Tier.SSD: TransferCost(4e-3, 0.7e9)}
+    terms.costs_changed.subscribe(told.append)
+    terms.advance(0.0, terms.costs)
+    terms.advance(0.5, replace(terms.costs, load=slower))
+    assert terms.costs.load[Tier.SSD] != slower[Tier.SSD], "not compared so often"
+    terms.advance(COMPARED_S, replace(terms.costs, load=slower))
+    assert terms.costs.load == slower and not told
+    terms.advance(REFRESH_S_PER_NODE * 20_000 * 1.2, terms.costs)
+    assert [each.load[Tier.SSD] for each in told] == [slower[Tier.SSD]]
 
 
 class NoPlans:
