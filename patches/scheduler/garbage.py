@@ -30,8 +30,8 @@ PAUSE_SHARE = 50.0
 """Of what the last one took, until the next; twice the pause before, where it has found nothing."""
 
 ROUNDS_PER_LOOK = 8
-"""Of rounds one looks at young objects, after which those that are left are old. It takes half a millisecond, so that
-where there are many nodes such a round does nothing else that can wait."""
+"""Of rounds one looks at young objects, after which those that are left are old. It takes half a millisecond: where
+there are many nodes, such a round of a busy server makes no room, lets no node grow older and works out no step."""
 
 LEAST_ROUNDS = 200
 """Of requests, since the last full collection, before another."""
@@ -53,7 +53,7 @@ class FullCollections:
         self._pause_s = 0.0
 
     def begin_round(self, *, is_idle: bool) -> bool:
-        """``is_idle``: no request runs or waits. True for a round that looks at young objects."""
+        """``is_idle``: no request runs or waits. True where it looked at any objects, which takes time."""
         now_s = time.monotonic()
         self._num_all_rounds += 1
         looks = self._num_all_rounds % ROUNDS_PER_LOOK == 0
@@ -68,6 +68,7 @@ class FullCollections:
             self._num_rounds, self._last_s = 0, time.monotonic()
             pause_s = max(PAUSE_SHARE * (self._last_s - now_s), 0.0 if num_found else 2.0 * self._pause_s)
             self._pause_s = min(pause_s, MOST_S)
+            looks = True
         return looks
 
 

@@ -199,9 +199,9 @@ class HookedCheckpoints(Protocol):
 @dataclass(frozen=True, slots=True)
 class HookedCache:
     """The parts of the cache that the scheduler tells something. ``advance`` takes a stamp: its time, its costs and how
-    many requests a second of computing delays. ``begin_round`` does some of what is to be done at many nodes, unless
-    that would delay a token. ``metrics`` None: nobody reads any; ``agreement`` None: there is no other rank, or there
-    are no tiers."""
+    many requests a second of computing delays. ``begin_round`` does some of what is to be done at many nodes, where the
+    round has time and no token is delayed. ``metrics`` None: nobody reads any; ``agreement`` None: there is no other
+    rank, or there are no tiers."""
 
     advance: Callable[[float, CostSnapshot, float, float], None]
     begin_round: BeginRound
@@ -301,7 +301,7 @@ def begin_round(scheduler: HookedScheduler, *, is_full: bool = False) -> None:
     is_idle = last is None and not is_running and not scheduler.waiting_queue
     # What was just prefilled joins those that run later, and its token is sent after the next batch is launched.
     delays_token = last.forward_mode.is_extend() if last is not None else not is_running
-    has_time = _cache.begin_round(delays_token=delays_token and not is_idle, is_full=is_full)
+    has_time = _cache.begin_round(delays_token=delays_token and not is_idle, is_full=is_full and not is_idle)
     if has_time and (is_idle or not delays_token):
         _cache.prefill_times.learn(is_idle=is_idle)
     _cache.decode_budgets.visit_budgets(scheduler)

@@ -124,5 +124,5 @@ def test_a_server_that_is_never_idle_is_cleaned_as_well(clock: SimpleNamespace) 
     collections = FullCollections()
     cycle = served(collections, clock)
     clock.s += MOST_S
-    collections.begin_round(is_idle=False)
+    assert collections.begin_round(is_idle=False), "what else is to be done in that round may wait"
     assert cycle() is None

@@ -402,15 +402,17 @@ def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCach
 
 
 def test_a_round_that_looked_at_young_objects_says_so(cache: FakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = [True, False]
+    looks = [True, False, True]
     monkeypatch.setattr(garbage, "_collections", SimpleNamespace(begin_round=lambda *, is_idle: looks.pop(0)))
     monkeypatch.setattr(queue_limit, "begin_round", lambda _: ())
     for module in (hooks, queue_limit):
         monkeypatch.setattr(module, "end_round", lambda *_: None)
-    scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=True), last_batch=None)
+    scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=False), last_batch=None)
     for _ in range(2):
         next_batch._around_get_next_batch_to_run(lambda _: SimpleNamespace(batch_to_run=None), scheduler)
-    assert cache.full_rounds == [True, False]
+    scheduler.running_batch = Batch(is_empty=True)
+    next_batch._around_get_next_batch_to_run(lambda _: SimpleNamespace(batch_to_run=None), scheduler)
+    assert cache.full_rounds == [True, False, False], "nobody waits for an idle round"
 
 
 def test_a_server_is_not_idle_between_a_prefill_and_its_token(cache: FakeCache) -> None:
