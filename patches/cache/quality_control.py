@@ -143,7 +143,7 @@ class QualityControl:
                 self.target.note_judged(predicted, observed)
 
     def follow_clock(self) -> None:
-        """Called every round, but where a first token would wait for it."""
+        """Called in rounds that have time, and for which no first token waits."""
         if self.floors.has_fractions and abs(math.log(self._ratio / self._floor_ratio)) > WORTH_TELLING:
             self._floor_ratio = self._ratio
             self.policy.expect_anew(forms_changed=True, of_profiled=True)

@@ -20,8 +20,8 @@ PAUSE_S = 0.5
 
 @dataclass(eq=False, repr=False)
 class TenantLimits:
-    """Looks every round at what tenants hold beyond their limits. Running requests keep what they use: a limit is met
-    once they end. ``room``: free bytes of the tiers below the GPU; ``mark_dirty``: somebody waits for it."""
+    """Looks, in rounds that have time, at what tenants hold beyond their limits. Running requests keep what they use: a
+    limit is met once they end. ``room``: free bytes of the tiers below the GPU; ``mark_dirty``: somebody waits for it."""
 
     nodes: Mapping[int, Node]
     plans: TenantPlans

@@ -44,7 +44,7 @@ MIN_CONTEXT_TOKENS = 256  # a shorter shared prefix is not worth a profile
 MAX_KNOWN_CONTEXTS = 64  # tokens of contexts that shadows were made of, to find their nodes by
 MAX_NODES_SHOWN = 256
 DEFAULT_PAUSE_S = 10.0  # what unprofiled nodes are taken for changes no more often,
-DEFAULT_PAUSE_S_PER_NODE = 1e-3  # nor than takes some hundredths of the time: each node costs some 10 us
+DEFAULT_PAUSE_S_PER_NODE = 3e-3  # nor than takes a hundredth of the time: each node costs some 30 us
 DEFAULT_TOLERANCE = 0.01  # nor by less
 LOOKED_PER_ROUND, HASHED_PER_ROUND = 128, 4  # nodes, when a context is looked for, and of these such as may be its end
 

@@ -84,7 +84,7 @@ class Form:
     @property
     def pressed(self) -> Form:
         """The same tokens, raw."""
-        return self if self.codec == "raw" else Form(self.press, self.kept_fraction, budget=self.budget)
+        return self if self.codec == "raw" else replace(self, codec="raw")
 
     @property
     def is_uneven(self) -> bool:
