@@ -21,7 +21,7 @@ PAUSE_S = 0.5
 @dataclass(eq=False, repr=False)
 class TenantLimits:
     """Looks, in rounds that have time, at what tenants hold beyond their limits. Running requests keep what they use: a
-    limit is met once they end. ``room``: free bytes of the tiers below the GPU; ``mark_dirty``: somebody waits for it."""
+    limit is met once they end. ``room``: free bytes of the tiers below the GPU; ``mark_dirty``: one waits for it."""
 
     nodes: Mapping[int, Node]
     plans: TenantPlans
