@@ -120,7 +120,7 @@ class TreeInspection:
             **self.policy.planner.explain(node_id, self.terms.value_of_hit()),
             "num_hits": node.kv.num_hits,
             "weight_horizon_s": self.terms.reuse.model.horizon_s,
-            "costs": described_cost(self.terms.costs.prefill),
+            "costs": described_cost(self.terms.policy_costs.prefill),
             "recompute_weight": self.terms.recompute_weight,
             "read_weight": self.terms.read_weight,
             "decisions": self.journal.about(node_id),

@@ -49,7 +49,7 @@ MOST_PUT_OFF = 8
 
 MANY_NODES = 1024
 """Nodes from which on each kind of work has rounds of its own, as all together take 2 ms: to let nodes grow older, to
-work out their steps, to learn costs, and to make room, which requests wait for: half of those that delay no token."""
+work out their steps, to learn costs, and to make room, which requests wait for: half of them, and those put off."""
 
 ROOM_S, ROOM_OF_MANY_S = 0.8e-3, 0.4e-3
 """Time of a round after which what is left of making room waits for the next one; and with many nodes."""

@@ -25,8 +25,8 @@ AWAY = TransferCost(1e6, 1.0)
 """Of loading from an external store that is left alone: what is there counts for nothing."""
 
 FAR = 1.0  # twice or half of it: looked at ten times as soon
-DRIFT = 0.1  # of a predicted duration: costs that differ less are not worth another look at every node
-COMPARED_S = 1.0  # between two comparisons of the costs in use with those learned, which take 0.1 ms
+DRIFT = 0.1  # of a predicted duration: costs that differ less are not worth a change, nor a look at every node
+COMPARE_PAUSE_S = 1.0  # between two comparisons of the costs in use with those learned, which take 0.1 ms
 COPIES_WARM, COPIES_SEEN, COPIES_PER_LOOK = 2, 16, 8
 """Evictions that copied: the first are slower than others, and of the many after the next each of so many is learned
 from."""
@@ -45,8 +45,9 @@ below can still be computed anew when that is sooner."""
 
 class PolicyTerms:
     """The logical time ``now_s`` is what rank 0 last stamped (``scheduler``), in seconds since its first stamp; it
-    never goes back and is equal on every rank, as are the ``costs`` in use and ``weighed``, by which the policy goes:
-    where there are many nodes it is told of others less often. ``cost_model`` is this rank's own.
+    never goes back and is equal on every rank, as are the ``costs`` that loads go by and those of the policy, which is
+    told of others less often where there are many nodes: ``policy_costs``, and ``weighed``, which are these with
+    ``recompute_weight`` and ``read_weight``. ``cost_model`` is this rank's own.
 
     ``advanced`` tells that time goes on, ``costs_changed`` that the policy is to look at all ``nodes`` again.
     """
@@ -68,6 +69,7 @@ class PolicyTerms:
         self.costs = CostSnapshot(
             PrefillCost(config.prefill.fixed_s, config.prefill.per_token_s, config.prefill.per_pair_s), START_LOADS, {}
         )
+        self.policy_costs = self.costs
         self.cost_model = CostModel(self.costs)
         self._num_copies_seen = 0
         self._num_loads_seen = Counter[tuple[Tier, str]]()
@@ -84,7 +86,7 @@ class PolicyTerms:
 
     def observe_load(self, tier: Tier, num_bytes: int, seconds: float, codec: str = "raw") -> None:
         """So many bytes, stored by a codec, were brought back from a tier; ranks learn of it by rank 0's next stamp."""
-        if not (num_bytes > 0 and seconds > 0.0):
+        if not (num_bytes > 0 and 0.0 < seconds < math.inf):
             return
         kind, now_s = (tier, codec), self._clock()
         self._num_loads_seen[kind] += 1
@@ -116,7 +118,7 @@ class PolicyTerms:
 
     def _take(self, costs: CostSnapshot, weight: float, read_weight: float) -> None:
         """Go by these costs where they predict enough otherwise; tell the policy, if it was told long enough ago."""
-        if self.now_s - self._compared_s < COMPARED_S:
+        if self.now_s - self._compared_s < COMPARE_PAUSE_S:
             return
         self._compared_s = self.now_s
         if _have_drifted(costs, self.costs, DRIFT):
@@ -129,7 +131,8 @@ class PolicyTerms:
         # loads that take twice as long as predicted come late
         if _have_drifted(weighed, self.weighed, DRIFT if self.now_s - self._refreshed_s >= pause_s else FAR):
             self._refreshed_s = self.now_s
-            self.costs, self.weighed = costs, weighed
+            self.costs = self.policy_costs = costs
+            self.weighed = weighed
             self.recompute_weight, self.read_weight = weight, read_weight
             self.costs_changed(weighed)
 

@@ -23,9 +23,9 @@ WORTH_TELLING = 0.1
 
 
 class LearnedTerms(LogicalTime, Protocol):
-    """Time, the costs that were learned, and how often the policy counts a second of computing anew."""
+    """Time, the costs that the policy goes by, and how often it counts a second of computing anew."""
 
-    costs: CostSnapshot
+    policy_costs: CostSnapshot
     recompute_weight: float
 
 
@@ -149,7 +149,8 @@ class QualityControl:
             self.policy.expect_anew(forms_changed=True, of_profiled=True)
         if self.target is not None and self.target.quality < 1.0:
             terms = self.terms
-            alpha = self.target.next_alpha(terms.now_s, terms.costs.prefill, len(self.nodes), terms.recompute_weight)
+            prefill, weight = terms.policy_costs.prefill, terms.recompute_weight
+            alpha = self.target.next_alpha(terms.now_s, prefill, len(self.nodes), weight)
             if alpha is not None:
                 self.policy.set_alpha(alpha)
 

@@ -39,11 +39,12 @@ class WaitingHits(Protocol):
 
 
 class TermFigures(Protocol):
-    """Time and costs that the policy goes by."""
+    """Time, and costs that loads and the policy go by."""
 
     now_s: float
     reuse: ReuseTracker
     costs: CostSnapshot
+    policy_costs: CostSnapshot
     cost_model: CostModel
     recompute_weight: float
     read_weight: float

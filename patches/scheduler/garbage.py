@@ -31,7 +31,7 @@ PAUSE_SHARE = 50.0
 
 ROUNDS_PER_LOOK = 8
 """Of rounds one looks at young objects, after which those that are left are old. It takes half a millisecond: where
-there are many nodes, such a round of a busy server makes no room, lets no node grow older and works out no step."""
+there are many nodes and one rank, such a round of a busy server makes no room, visits no nodes and learns nothing."""
 
 LEAST_ROUNDS = 200
 """Of requests, since the last full collection, before another."""

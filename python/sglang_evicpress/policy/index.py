@@ -14,7 +14,8 @@ SMALL = 256
 """Nodes, of which all are swept at once: as many as one looks at anyhow."""
 
 MOVES_PER_LOOK = 1
-"""Entries that each look for a first step sweeps, so that what it finds is the best of ever more nodes."""
+"""Entries that each look for a first step sweeps where keys may have fallen, or where so many came before that some are
+left, so that what it finds is the best of ever more nodes."""
 
 MOST_LOOKED = 256
 """Nodes whose keys rose without a word, of which one look puts so many back; then the others are swept."""
@@ -213,7 +214,7 @@ class NodeIndex:
     def first(self, tier: int) -> tuple[Candidate, Step] | None:
         """The unlocked node whose step on this tier comes first, and the step; its entry stays on top of the heap."""
         heap, aside = self.heaps[tier], self._aside[tier]
-        if aside and not self._is_ordered[tier]:
+        if aside and (not self._is_ordered[tier] or self.num_passed >= MOST_PASSED):
             self._sweep(tier, MOVES_PER_LOOK)
         looked: list[Entry] = []
         while heap or aside:

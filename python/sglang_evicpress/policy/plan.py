@@ -22,8 +22,9 @@ AHEAD, AHEAD_PER_STEP = 32, 4
 """Nodes that may not do what the index has them queued for, of which an urgent plan looks at so many, and so many more
 per step, for what they may do instead. That can lose far more: to be sure of the least it would have to look at all."""
 
-MANY, AHEAD_OF_MANY, AHEAD_OF_MANY_PER_STEP = 1024, 8, 2
-"""Nodes from which on it looks at fewer: each takes 20 us while a request waits, and loses little for its size."""
+MANY_ON_GPU, AHEAD_OF_MANY = 1024, 8
+"""Nodes on the GPU from which on it looks at so many, and as many more per step: each takes 20 us while a request
+waits, and is a small part of the GPU."""
 
 MAX_COMPARED = 16
 """Nodes whose changes are compared for the last step on a tier."""
@@ -88,8 +89,7 @@ class Plan:
         self._taken: list[list[Entry]] = [[] for _ in range(DROPPED)]
         self._prices: dict[int, float] = {}
         self._num_steps = self._num_ahead = 0
-        is_many = len(index.candidates) >= MANY
-        self._ahead = (AHEAD_OF_MANY, AHEAD_OF_MANY_PER_STEP) if is_many else (AHEAD, AHEAD_PER_STEP)
+        self._most_ahead = AHEAD_OF_MANY if index.num_on[Tier.GPU] >= MANY_ON_GPU else AHEAD
         self._keys = [0.0] * DROPPED
         self._forced_drops: ForcedDrops | None = None
         self._forced: set[int] = set()
@@ -390,8 +390,7 @@ class Plan:
 
     @property
     def _has_looked_ahead(self) -> bool:
-        ahead, per_step = self._ahead
-        return self._num_ahead >= ahead + self._num_steps * per_step
+        return self._num_ahead >= self._most_ahead + self._num_steps * AHEAD_PER_STEP
 
     def _first_shared(self, tier: int) -> tuple[Candidate, Step] | None:
         """The first of the index's nodes that is not planned on yet, with the step it would take in a normal plan."""

@@ -311,7 +311,7 @@ def test_the_target_is_told_how_much_recomputing_counts(monkeypatch: pytest.Monk
     monkeypatch.setattr(control.target, "next_alpha", lambda *arguments: told.append(arguments))
     terms.recompute_weight = 4.0
     control.follow_clock()
-    assert told == [(terms.now_s, terms.costs.prefill, len(walk.cache.nodes), 4.0)]
+    assert told == [(terms.now_s, terms.policy_costs.prefill, len(walk.cache.nodes), 4.0)]
 
 
 def test_a_retracted_request_has_paid_for_what_it_found() -> None:

@@ -22,7 +22,7 @@ from sglang_evicpress.patches.cache import policy_sync
 from sglang_evicpress.patches.cache.fill_replace import FillReplace
 from sglang_evicpress.patches.cache.policy_sync import PolicySync
 from sglang_evicpress.patches.cache.policy_terms import (
-    COMPARED_S,
+    COMPARE_PAUSE_S,
     LOAD_PAUSE_S,
     LOADS_SEEN,
     REFRESH_S_PER_NODE,
@@ -372,7 +372,8 @@ def test_of_many_loads_some_are_learned_from(monkeypatch: pytest.MonkeyPatch) ->
     for seconds in (2.0, 3.0):
         terms.observe_load(Tier.HOST, 10, seconds)
     assert learned[-1] == (Tier.HOST, "raw", 2.0), "then one in a while"
-    terms.observe_load(Tier.SSD, 10, math.nan)
+    for seconds in (math.nan, math.inf, 0.0):
+        terms.observe_load(Tier.EXTERNAL, 10, seconds)
     assert learned[-1] == (Tier.HOST, "raw", 2.0), "no figure"
 
 
@@ -383,10 +384,10 @@ def test_loads_go_by_a_slower_disk_long_before_the_policy_looks_at_many_nodes() 
     terms.advance(0.0, terms.costs)
     terms.advance(0.5, replace(terms.costs, load=slower))
     assert terms.costs.load[Tier.SSD] != slower[Tier.SSD], "not compared so often"
-    terms.advance(COMPARED_S, replace(terms.costs, load=slower))
-    assert terms.costs.load == slower and not told
+    terms.advance(COMPARE_PAUSE_S, replace(terms.costs, load=slower))
+    assert terms.costs.load == slower and not told and terms.policy_costs.load != slower
     terms.advance(REFRESH_S_PER_NODE * 20_000 * 1.2, terms.costs)
-    assert [each.load[Tier.SSD] for each in told] == [slower[Tier.SSD]]
+    assert [each.load[Tier.SSD] for each in told] == [slower[Tier.SSD]] and terms.policy_costs == terms.costs
 
 
 class NoPlans:

@@ -157,6 +157,21 @@ def test_hits_of_all_nodes_do_not_make_a_look_at_all_of_them() -> None:
     assert first is not None and first[0].id == on_gpu[-1]
 
 
+@pytest.mark.parametrize(("num_passed", "num_swept"), [(0, 0), (index.MOST_PASSED, index.MOVES_PER_LOOK)])
+def test_a_look_sweeps_outdated_entries_only_where_too_many_came_first(num_passed: int, num_swept: int) -> None:
+    planner, _, steps_of = counted(1_200)
+    tick = 10_000
+    while not planner.index.is_sweeping:  # until most entries are outdated
+        tick += 1
+        planner.touch(3 * (tick % 300 + 50), 1e6 + tick, 2, tick)
+    while planner.index.first(Tier.GPU) is None:
+        pass
+    planner.index.num_passed = num_passed
+    before = sum(planner.index._num_aside)
+    assert planner.index.first(Tier.GPU) is not None
+    assert before - sum(planner.index._num_aside) == num_swept
+
+
 @pytest.mark.parametrize("is_locked", [False, True])
 @each_policy
 def test_after_very_many_hits_a_plan_takes_what_was_not_hit(name: str, is_locked: bool) -> None:

@@ -16,7 +16,7 @@ from sglang_evicpress.policy import Planner, make_planner, policy_info
 from sglang_evicpress.policy.base import lower_bytes
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.plan import AHEAD, AHEAD_OF_MANY, MANY, Plan
+from sglang_evicpress.policy.plan import AHEAD, AHEAD_OF_MANY, MANY_ON_GPU, Plan
 
 HALF = Form("keydiff", 0.5)
 TIERS = (Tier.GPU, Tier.HOST, Tier.SSD)
@@ -176,10 +176,10 @@ def test_a_ready_node_is_found_behind_many_that_are_not() -> None:
     assert _taken(planner, 100, {0: ON_HOST}) == [(0, "exact/host")]  # 5 * 0.01 s lost, against 1 s of prefill
 
 
-@pytest.mark.parametrize(("num_cold", "found"), [(AHEAD_OF_MANY - 1, (0, "exact/host")), (AHEAD - 1, (1, "drop"))])
+@pytest.mark.parametrize(("num_cold", "found"), [(AHEAD_OF_MANY, (0, "exact/host")), (AHEAD_OF_MANY + 1, (1, "drop"))])
 def test_where_there_are_many_nodes_it_looks_at_fewer(num_cold: int, found: tuple[int, str]) -> None:
     cold = [make_node(i, menu=PLAIN, weight=1.0) for i in range(1, num_cold + 1)]
-    hot = [make_node(i, menu=PLAIN, weight=1e3) for i in range(num_cold + 1, MANY + 1)]
+    hot = [make_node(i, menu=PLAIN, weight=1e3) for i in range(num_cold + 1, MANY_ON_GPU + 1)]
     planner = _policy(*cold, *hot, make_node(0, menu=PLAIN, weight=5.0))
     assert _taken(planner, 100, {0: ON_HOST}) == [found]
 
