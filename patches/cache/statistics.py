@@ -115,7 +115,7 @@ class Statistics:
             "host_gb": self.config.host_gb,
             "now_s": self.terms.now_s,
             "costs": {
-                "in_use": described_cost(self.terms.costs.prefill),
+                "in_use": described_cost(self.terms.policy_costs.prefill),
                 "learned": described_cost(self.terms.cost_model.costs.prefill),
                 "copy": _described_transfer(self.terms.costs.copy),
                 "decode": {codec: _described_transfer(cost) for codec, cost in self.terms.costs.decode.items()},
