@@ -56,8 +56,8 @@ def paged_attention(
         q = query[begin : begin + new]
         # [new, kv_heads, group, dim] -> [kv_heads, group * new, dim]
         q = q.view(new, kv_heads, -1, q.shape[-1]).permute(1, 2, 0, 3).reshape(kv_heads, -1, q.shape[-1])
-        k = k_buffer[sequence.slots].to(query.dtype).transpose(0, 1)
-        v = v_buffer[sequence.slots].to(query.dtype).transpose(0, 1)
+        k = k_buffer.index_select(0, sequence.slots).to(query.dtype).transpose(0, 1)  # a fifth of the time of [slots]
+        v = v_buffer.index_select(0, sequence.slots).to(query.dtype).transpose(0, 1)
         mask = None
         if new > 1:
             mask = causal_mask(new, k.shape[1], query.device).repeat(q.shape[1] // new, 1)
