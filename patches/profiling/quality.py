@@ -483,7 +483,7 @@ class Quality:
                 "count": seen.count,
                 "mean": seen.mean,
                 "std": math.sqrt(seen.variance),
-                "lower_bound": curves.quality(form),
+                "expected": curves.quality(form),
             }
             for form, seen in profile.forms.items()
         }

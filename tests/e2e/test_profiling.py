@@ -72,7 +72,7 @@ def test_contexts_are_measured_beside_users_and_found_again(tmp_path: Path, caps
         one = server.get(f"/evicpress/profiles/{found['profiles'][0]['key']}")
         assert set(one["curve"]) == set(FORMS.split(","))
         for figures in one["curve"].values():
-            assert 0.0 <= figures["lower_bound"] <= figures["mean"] <= 1.0
+            assert 0.0 <= figures["expected"] <= 1.0 and 0.0 <= figures["mean"] <= 1.0
         status, answer = server.request("GET", "/evicpress/profiles/" + "0" * 32)
         assert (status, "has no profile" in answer["error"]["reason"]) == (404, True)
         status, answer = server.request("GET", "/evicpress/profiles/what")

@@ -86,7 +86,7 @@ def _play(server: Server, num_requests: int) -> Iterator[Line]:
 
 
 def _at_rest(server: Server) -> Held:
-    """What tenants hold once nothing changes any more."""
+    """Bytes of tenants once nothing changes any more."""
     before: Held | None = None
     deadline_s = time.monotonic() + REST_S
     while time.monotonic() < deadline_s:

@@ -215,7 +215,7 @@ PROFILE_OPERATIONS = (
         "profile",
         asks(InspectableProfiles.show_profile, _KEY),
         *("GET", "/evicpress/profiles/{key}"),
-        "One context: count, mean, spread and lower bound of every form",
+        "One context: count, mean and spread of every form, and what is expected of it",
         schemas.PROFILE,
     ),
     _operation(

@@ -238,7 +238,7 @@ PROFILE = record(
     query_set=TEXT,
     num_queries=COUNT,
     measured_s=NUMBER,
-    curve=by_name(record(count=NUMBER, mean=NUMBER, std=NUMBER, lower_bound=NUMBER)),
+    curve=by_name(record(count=NUMBER, mean=NUMBER, std=NUMBER, expected=NUMBER)),
     nodes=array(COUNT),
 )
 COMPRESSED: Schema = {"allOf": [_SUMMARY, record(freed_slots=INTEGER, hold_seconds_left=NUMBER)]}

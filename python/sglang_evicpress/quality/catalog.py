@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.quality.credibility import Credibility
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.quality.running_stats import RunningStats
 
@@ -35,6 +36,8 @@ class Catalog:
         self._max_profiles = max_profiles
         self._profiles: OrderedDict[bytes, Profile] = OrderedDict()  # least recently used first
         self._pools: dict[Form, _Pool] = {}
+        self._credibility = Credibility()
+        self._curves: dict[bytes, Curves] = {}  # of profiles, made when asked for
         self._default: Curves | None = None
         self._mean: Curves | None = None
 
@@ -74,18 +77,23 @@ class Catalog:
         self._profiles[profile.key] = profile
         for form, seen in profile.forms.items():
             self._pools.setdefault(form, _Pool()).add(profile.key, seen)
+        self._credibility.add(profile.forms)
+        self._curves.clear()
         self._default = self._mean = None
         return removed
 
     def curves_of(self, key: bytes) -> Curves:
-        """Lower bounds of the context's qualities, by its own profile; ``default`` when it has none.
-
-        One measurement tells nothing of its own spread: the other contexts' is taken into account.
+        """Qualities expected of the context by its own profile and, as far as that says little, by those of the others;
+        ``default`` when it has none.
         """
         profile = self._profiles.get(key)
         if profile is None:
             return self.default
-        return _curves({form: seen.lower_bound(self._pools[form].variance) for form, seen in profile.forms.items()})
+        curves = self._curves.get(key)
+        if curves is None:
+            variances = {form: pool.variance for form, pool in self._pools.items()}
+            curves = self._curves[key] = _curves(self._credibility.expected(profile.forms, variances))
+        return curves
 
     @property
     def default(self) -> Curves:
@@ -111,6 +119,7 @@ class Catalog:
         return _curves({form: figure(pool) for form, pool in self._pools.items()})
 
     def _leave(self, profile: Profile) -> None:
+        self._credibility.remove(profile.forms)
         for form, seen in profile.forms.items():
             pool = self._pools[form]
             pool.remove(profile.key, seen)

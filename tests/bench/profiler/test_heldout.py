@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from evicbench.profiler.choices import COLUMNS, KEPT, most_useful, within
-from evicbench.profiler.heldout import Tables, bounds_line, choice_line, utility_line
+from evicbench.profiler.heldout import Tables, calibration_line, choice_line, utility_line
 from evicbench.profiler.study import Measured
 from tests.bench.profiler.measured import NUM_HELD_OUT, NUM_TRAINING, context
 
@@ -28,9 +28,9 @@ def misled(number: int) -> Measured:
 
 def test_tables_have_a_row_for_each_context_and_a_column_for_each_form() -> None:
     tables = Tables.of([same(1), same(2), misled(3)])
-    assert tables.bounds.shape == tables.means.shape == tables.held_out["f1"].shape == (3, len(COLUMNS))
+    assert tables.expected.shape == tables.means.shape == tables.held_out["f1"].shape == (3, len(COLUMNS))
     assert tables.answers.shape == (3, len(COLUMNS), NUM_TRAINING + NUM_HELD_OUT)
-    assert (tables.bounds[:, -1] == 1.0).all()
+    assert (tables.expected[:, -1] == 1.0).all()
     snapkv = COLUMNS.index(Form("snapkv", 0.5))
     assert tables.means[:, snapkv] == pytest.approx([0.9, 0.9, 0.4])
     assert tables.held_out["logprob"][:, snapkv] == pytest.approx([0.9, 0.9, 0.9])
@@ -42,7 +42,7 @@ def test_bounds_are_below_means_where_scores_spread() -> None:
     scores = {**spread.training, form: [0.8, 1.0] * (NUM_TRAINING // 2)}
     tables = Tables.of([Measured("needle", spread.key, spread.num_tokens, scores, spread.held_out)])
     column = COLUMNS.index(form)
-    assert tables.bounds[0, column] < tables.means[0, column] == pytest.approx(0.9)
+    assert tables.expected[0, column] < tables.means[0, column] == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("choose", [within(0.5), most_useful(1.5)])
@@ -60,10 +60,10 @@ def test_a_choice_that_does_not_hold_is_missed() -> None:
     assert line.figure.startswith("44.4%")
 
 
-def test_bounds_line_is_missed_where_bounds_are_too_bold() -> None:
+def test_calibration_line_is_missed_where_too_much_is_expected() -> None:
     bold = context(1, lambda form: 0.9, held_out=lambda form: 0.2)
-    assert bounds_line(Tables.of([same(1), same(2)])).ok
-    assert not bounds_line(Tables.of([bold])).ok
+    assert calibration_line(Tables.of([same(1), same(2)])).ok
+    assert not calibration_line(Tables.of([bold])).ok
 
 
 def test_keydiff_alone_never_chooses_another_press() -> None:

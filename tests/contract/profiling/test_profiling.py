@@ -160,7 +160,7 @@ def test_a_profile_finds_the_nodes_of_its_context_when_it_is_put(page_size: int)
     assert [node.kv.profiles for node in walk.parts(tokens)] == [{key: 192}, {key: 192}]
     assert [node.kv.profiles for node in walk.parts(tokens, "lora-a")] == [{}]
     assert shown["curve"]["knorm@0.5"]["mean"] == 0.9 and shown["curve"]["knorm@0.5"]["count"] == 9
-    bound = shown["curve"]["knorm@0.5"]["lower_bound"]
+    bound = shown["curve"]["knorm@0.5"]["expected"]
     assert 0.8 < bound < 0.9 and all(walk.expected(node, "knorm@0.5") == [bound] for node in walk.parts(tokens))
 
 
@@ -264,12 +264,8 @@ def test_an_unprofiled_context_is_taken_for_a_low_quantile(walk: ProfiledWalk) -
     (node,) = walk.parts(unprofiled)
     profiled = [walk.random_tokens(64) for _ in range(21)]
 
-    def bounds() -> list[float]:
-        found = [walk.cache.quality.catalog.curves_of(walk.key_of(tokens)).quality(HALF) for tokens in profiled]
-        return sorted(found)
-
     walk.put(profiled[0], {"knorm@0.5": 0.5})
-    first = walk.cache.quality.catalog.curves_of(walk.key_of(profiled[0])).quality(HALF)
+    first = walk.cache.quality.catalog.default.quality(HALF)
     assert first < 0.5 and walk.expected(node, "knorm@0.5") == [first]  # the first profile is gone by at once
     for index, tokens in enumerate(profiled[1:20], 1):
         walk.put(tokens, {"knorm@0.5": 0.5 + index / 100})
@@ -278,7 +274,8 @@ def test_an_unprofiled_context_is_taken_for_a_low_quantile(walk: ProfiledWalk) -
     walk.wait_s(1.0)
     assert walk.expected(node, "knorm@0.5") == [first]  # the others when some time has passed
     walk.wait_s(quality.DEFAULT_PAUSE_S)
-    assert walk.expected(node, "knorm@0.5") == [pytest.approx(bounds()[2])]
+    third = walk.cache.quality.catalog.get(walk.key_of(profiled[1])).forms[HALF]  # the lowest of all have 0.1 and 0.5
+    assert walk.expected(node, "knorm@0.5") == [pytest.approx(third.lower_bound(third.variance))]
 
 
 def test_forms_that_are_known_to_be_worthless_are_known() -> None:

@@ -89,9 +89,7 @@ class FakeServer:
             case ["GET", "evicpress", "profiles", key] if key not in self.profiles:
                 raise no(404, f"context {key} has no profile")
             case ["GET", "evicpress", "profiles", key]:
-                curve = {
-                    form: {"lower_bound": mean - 0.01} for form, (_, mean, _) in self.profiles[key]["forms"].items()
-                }
+                curve = {form: {"expected": mean - 0.01} for form, (_, mean, _) in self.profiles[key]["forms"].items()}
                 return {**self.profiles[key], "curve": curve, "nodes": [1, 2]}
             case ["POST", "evicpress", "profiles"]:
                 profile = Profile.from_json(body["profile"])

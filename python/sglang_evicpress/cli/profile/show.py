@@ -62,20 +62,20 @@ def show(argv: Sequence[str]) -> int:
         if args.key is None:
             print_result(args, answer, _table(listed, str(answer.get("identity"))))
             return 0
-        profile, bounds = _read(transport, _find(args.key, [each.key for each in listed]))
+        profile, expected = _read(transport, _find(args.key, [each.key for each in listed]))
     except EngineError as error:
         raise ValueError(str(error)) from None
-    document = {**profile.to_json(), "lower_bounds": {str(form): bound for form, bound in bounds.items()}}
-    print_result(args, document, [*about(profile), "", *plot(profile), "", *_figures(profile, bounds)])
+    document = {**profile.to_json(), "expected": {str(form): quality for form, quality in expected.items()}}
+    print_result(args, document, [*about(profile), "", *plot(profile), "", *_figures(profile, expected)])
     return 0
 
 
 def _read(transport: Transport, key: str) -> tuple[Profile, Mapping[Form, float]]:
-    """The profile, and per form what its quality is hardly below: what a policy goes by."""
+    """The profile, and per form the quality that a policy goes by."""
     answer = transport.ask("GET", f"{PROFILES}/{key}")
     profile, curve = profile_of(answer, key), answer.get("curve", {})
     try:
-        return profile, {form: float(curve[str(form)]["lower_bound"]) for form in profile.forms}
+        return profile, {form: float(curve[str(form)]["expected"]) for form in profile.forms}
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"GET {PROFILES}/{key} answered curve {curve!r:.200}: {error!r}") from None
 
@@ -102,10 +102,10 @@ def _table(listed: Sequence[Listed], model: str) -> list[str]:
     return aligned(rows)
 
 
-def _figures(profile: Profile, bounds: Mapping[Form, float]) -> list[str]:
-    rows = [["form", "quality", "std", "count", "lower bound"]]
+def _figures(profile: Profile, expected: Mapping[Form, float]) -> list[str]:
+    rows = [["form", "quality", "std", "count", "expected"]]
     by_size = sorted(profile.forms.items(), key=lambda item: (-item[0].kept_fraction, -item[1].mean))
     for form, seen in by_size:
         spread = f"{math.sqrt(seen.variance):.3f}"
-        rows.append([str(form), f"{seen.mean:.3f}", spread, f"{seen.count:g}", f"{bounds[form]:.3f}"])
+        rows.append([str(form), f"{seen.mean:.3f}", spread, f"{seen.count:g}", f"{expected[form]:.3f}"])
     return aligned(rows)
