@@ -77,14 +77,14 @@ class Catalog:
         self._profiles[profile.key] = profile
         for form, seen in profile.forms.items():
             self._pools.setdefault(form, _Pool()).add(profile.key, seen)
-        self._credibility.add(profile.forms)
+        self._credibility.add(profile.key, profile.forms)
         self._curves.clear()
         self._default = self._mean = None
         return removed
 
     def curves_of(self, key: bytes) -> Curves:
         """Qualities expected of the context by its own profile and, as far as that says little, by those of the others;
-        ``default`` when it has none.
+        lower bounds of forms that are too many for that. ``default`` when it has none.
         """
         profile = self._profiles.get(key)
         if profile is None:
@@ -92,7 +92,8 @@ class Catalog:
         curves = self._curves.get(key)
         if curves is None:
             variances = {form: pool.variance for form, pool in self._pools.items()}
-            curves = self._curves[key] = _curves(self._credibility.expected(profile.forms, variances))
+            bounds = {form: seen.lower_bound(variances[form]) for form, seen in profile.forms.items()}
+            curves = self._curves[key] = _curves(bounds | self._credibility.expected(key, variances))
         return curves
 
     @property
@@ -119,7 +120,7 @@ class Catalog:
         return _curves({form: figure(pool) for form, pool in self._pools.items()})
 
     def _leave(self, profile: Profile) -> None:
-        self._credibility.remove(profile.forms)
+        self._credibility.remove(profile.key)
         for form, seen in profile.forms.items():
             pool = self._pools[form]
             pool.remove(profile.key, seen)

@@ -23,6 +23,9 @@ CONFIDENCE = 0.5
 LEAST_VARIANCE = 1e-6
 """Of a measured mean, however alike the answers were: a spread of 0.001."""
 
+MAX_FORMS = 64
+"""Forms that are judged together, those that came first: time grows with the cube of their number."""
+
 Matrix = NDArray[np.float64]
 
 
@@ -34,6 +37,7 @@ class Credibility:
     """
 
     def __init__(self) -> None:
+        self._seen: dict[bytes, Mapping[Form, RunningStats]] = {}
         self._at: dict[Form, int] = {}
         self._contexts: Matrix = np.zeros((0, 0))  # that have both forms
         self._losses: Matrix = np.zeros((0, 0))  # of the row's form, over those
@@ -41,18 +45,19 @@ class Credibility:
         self._shares: Matrix = np.zeros(0)  # sum of 1 / questions
         self._between: Matrix | None = None
 
-    def add(self, forms: Mapping[Form, RunningStats]) -> None:
-        """A context was measured; each form was observed at least once."""
+    def add(self, key: bytes, forms: Mapping[Form, RunningStats]) -> None:
+        """The context ``key`` was measured; each form was observed at least once."""
         for form in forms:
-            if form not in self._at:
+            if form not in self._at and len(self._at) < MAX_FORMS:
                 self._at[form] = len(self._at)
                 self._contexts, self._losses = np.pad(self._contexts, (0, 1)), np.pad(self._losses, (0, 1))
                 self._products, self._shares = np.pad(self._products, (0, 1)), np.pad(self._shares, (0, 1))
-        self._sum(forms, 1.0)
+        self._seen[key] = {form: seen for form, seen in forms.items() if form in self._at}
+        self._sum(self._seen[key], 1.0)
 
-    def remove(self, forms: Mapping[Form, RunningStats]) -> None:
+    def remove(self, key: bytes) -> None:
         """A context that was added is no more. Forms that no other has go with it."""
-        self._sum(forms, -1.0)
+        self._sum(self._seen.pop(key), -1.0)
         left = [form for form, at in self._at.items() if self._contexts[at, at] > 0.0]
         if len(left) < len(self._at):
             ats = [self._at[form] for form in left]
@@ -61,9 +66,12 @@ class Credibility:
             self._products, self._shares = self._products[grid], self._shares[ats]
             self._at = {form: at for at, form in enumerate(left)}
 
-    def expected(self, forms: Mapping[Form, RunningStats], variances: Mapping[Form, float]) -> dict[Form, float]:
-        """Quality in [0, 1] of a context that was added, in each of its ``forms``; ``variances`` of every form that was
-        added are those of the answers to the questions about one context."""
+    def expected(self, key: bytes, variances: Mapping[Form, float]) -> dict[Form, float]:
+        """Quality in [0, 1] of a context that was added, in each of its forms that are judged together; ``variances``
+        of every form that was added are those of the answers to the questions about one context."""
+        forms = self._seen[key]
+        if not forms:
+            return {}
         within = np.array([variances[form] for form in self._at])
         if self._between is None:
             self._between = self._spread(within)
@@ -73,7 +81,8 @@ class Credibility:
         means = self._losses[ats, ats] / contexts
         own = np.array([1.0 - seen.mean for seen in forms.values()])
         weights = np.linalg.solve(between + np.diag(noise + LEAST_VARIANCE), own - means)
-        errors = np.sqrt((between.diagonal() + within[ats] * self._shares[ats] / contexts) / contexts)
+        shares = np.maximum(self._shares[ats], 0.0)  # sums of floats do not come back to 0 by themselves
+        errors = np.sqrt((between.diagonal().clip(0.0) + within[ats] * shares / contexts) / contexts)
         losses = means + between @ weights + CONFIDENCE * errors
         return dict(zip(forms, np.clip(1.0 - losses, 0.0, 1.0).tolist(), strict=True))
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sglang_evicpress.core import EXACT, Form
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.quality.catalog import LOW_QUANTILE, UNPOOLED_VARIANCE, Catalog
+from sglang_evicpress.quality.credibility import MAX_FORMS
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.quality.running_stats import RunningStats
 
@@ -64,6 +65,13 @@ def test_own_curve_is_nearer_to_that_of_all_the_less_was_asked_about_the_context
     often = filled(*others, make_profile(30, {HALF: [0.9] * 50})).curves_of(b"%016d" % 30).quality(HALF)
     assert 0.55 < once < 0.7 < 0.8 < often < 0.9
     assert not filled(*others).curves_of(b"%016d" % 1).knows(KNORM)
+
+
+def test_forms_beyond_those_that_are_judged_together_have_their_lower_bounds() -> None:
+    forms = {Form("keydiff", (index + 1) / 100): [0.4, 0.6] for index in range(MAX_FORMS + 1)}
+    curves = filled(make_profile(1, forms)).curves_of(b"%016d" % 1)
+    together, apart = (curves.quality(form) for form in list(forms)[-2:])
+    assert apart == pytest.approx(RunningStats.of([0.4, 0.6]).lower_bound(0.02)) != pytest.approx(together)
 
 
 def test_unprofiled_context_is_trusted_as_the_least_of_few_and_the_second_of_eleven() -> None:

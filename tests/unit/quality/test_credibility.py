@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.quality.credibility import CONFIDENCE, LEAST_VARIANCE, PRIOR_CONTEXTS, Credibility
+from sglang_evicpress.quality.credibility import CONFIDENCE, LEAST_VARIANCE, MAX_FORMS, PRIOR_CONTEXTS, Credibility
 from sglang_evicpress.quality.running_stats import RunningStats
 
 FORMS = (Form("keydiff", 0.8), Form("keydiff", 0.5), Form(codec="int8"))
@@ -28,10 +28,11 @@ def expected(qualities: Qualities) -> Qualities:
     """[contexts, forms]"""
     credibility = Credibility()
     seen = [seen_of(context) for context in qualities]
-    for each in seen:
-        credibility.add(each)
+    for index, each in enumerate(seen):
+        credibility.add(b"%d" % index, each)
     variances = within(qualities)
-    return np.array([[credibility.expected(each, variances)[form] for form in FORMS] for each in seen])
+    found = [credibility.expected(b"%d" % index, variances) for index in range(len(seen))]
+    return np.array([[each[form] for form in FORMS] for each in found])
 
 
 def drawn(contexts: int, questions: int, seed: int = 0) -> tuple[Qualities, Qualities]:
@@ -85,33 +86,40 @@ def test_a_form_is_told_by_another_that_goes_with_it() -> None:
 
 def test_one_context_alone_is_believed_less_than_it_shows() -> None:
     credibility = Credibility()
-    seen = {FORMS[0]: RunningStats.of([0.7, 0.9])}
-    credibility.add(seen)
-    assert credibility.expected(seen, {FORMS[0]: 0.02})[FORMS[0]] == pytest.approx(0.8 - CONFIDENCE * 0.03**0.5)
+    credibility.add(b"a", {FORMS[0]: RunningStats.of([0.7, 0.9])})
+    assert credibility.expected(b"a", {FORMS[0]: 0.02})[FORMS[0]] == pytest.approx(0.8 - CONFIDENCE * 0.03**0.5)
 
 
 def test_contexts_may_have_other_forms_and_go_again() -> None:
     _, qualities = drawn(12, 3, seed=4)
-    variances = within(qualities)
+    variances, other = within(qualities), Form("snapkv", 0.5)
     left, gone = Credibility(), Credibility()
     for index, context in enumerate(qualities):
         seen = seen_of(context)
         if index % 3 == 0:
             del seen[FORMS[index % 2]]
-        gone.add(seen)
+        gone.add(b"%d" % index, seen)
         if index < 8:
-            left.add(seen)
-    other = Form("snapkv", 0.5)
-    gone.add({other: RunningStats.of([0.5])})
-    gone.expected({other: RunningStats.of([0.5])}, {**variances, other: 0.05})
-    gone.remove({other: RunningStats.of([0.5])})
-    for index in range(8, 12):
-        seen = seen_of(qualities[index])
-        if index % 3 == 0:
-            del seen[FORMS[index % 2]]
-        gone.remove(seen)
+            left.add(b"%d" % index, seen)
+    gone.add(b"other", {other: RunningStats.of([0.5])})
+    assert set(gone.expected(b"other", {**variances, other: 0.05})) == {other}
+    for key in (b"other", b"8", b"9", b"10", b"11"):
+        gone.remove(key)
     for index in range(8):
-        seen = seen_of(qualities[index])
-        if index % 3 == 0:
-            del seen[FORMS[index % 2]]
-        assert gone.expected(seen, variances) == pytest.approx(left.expected(seen, variances), abs=1e-9)
+        key = b"%d" % index
+        assert gone.expected(key, variances) == pytest.approx(left.expected(key, variances), abs=1e-9)
+
+
+def test_only_so_many_forms_are_judged_together() -> None:
+    """Whoever measures a context in thousands of forms stops no server; places that become free are taken."""
+    credibility = Credibility()
+    many = {Form("keydiff", (index + 1) / 10_000): RunningStats.of([0.5, 0.7]) for index in range(5000)}
+    variances = dict.fromkeys((*many, FORMS[2]), 0.02)
+    credibility.add(b"many", many)
+    credibility.add(b"late", {FORMS[2]: RunningStats.of([0.9])})
+    assert list(credibility.expected(b"many", variances)) == list(many)[:MAX_FORMS]
+    assert credibility.expected(b"late", variances) == {}
+    credibility.remove(b"many")
+    credibility.add(b"later", {FORMS[2]: RunningStats.of([0.9])})
+    assert set(credibility.expected(b"later", variances)) == {FORMS[2]}
+    credibility.remove(b"late")
