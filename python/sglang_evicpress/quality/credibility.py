@@ -26,6 +26,9 @@ LEAST_VARIANCE = 1e-6
 MAX_FORMS = 64
 """Forms that are judged together, those that came first: time grows with the cube of their number."""
 
+DECIMALS = 6
+"""Of qualities: what linear algebra leaves beyond may differ between processes, and ranks must expect the same."""
+
 Matrix = NDArray[np.float64]
 
 
@@ -84,7 +87,7 @@ class Credibility:
         shares = np.maximum(self._shares[ats], 0.0)  # sums of floats do not come back to 0 by themselves
         errors = np.sqrt((between.diagonal().clip(0.0) + within[ats] * shares / contexts) / contexts)
         losses = means + between @ weights + CONFIDENCE * errors
-        return dict(zip(forms, np.clip(1.0 - losses, 0.0, 1.0).tolist(), strict=True))
+        return dict(zip(forms, np.round(np.clip(1.0 - losses, 0.0, 1.0), DECIMALS).tolist(), strict=True))
 
     def _sum(self, forms: Mapping[Form, RunningStats], sign: float) -> None:
         ats = [self._at[form] for form in forms]
