@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from sglang_evicpress.patches.tree.types import Node
 
@@ -14,6 +15,10 @@ class ProfiledNodes:
 
     def __init__(self) -> None:
         self._nodes: defaultdict[bytes, dict[int, Node]] = defaultdict(dict)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Contexts that have nodes, the longest known first."""
+        return iter(self._nodes)
 
     def of(self, key: bytes) -> dict[int, Node]:
         """Nodes, by id, of a context."""

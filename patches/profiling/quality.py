@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
 from sglang_evicpress.introspect.arguments import PAGE_PROFILES, IntrospectionError
+from sglang_evicpress.patches.profiling.context_search import ContextSearch
 from sglang_evicpress.patches.profiling.profiled_nodes import ProfiledNodes
 from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.patches.tree.greedy_answers import is_plainly_greedy
@@ -26,7 +27,6 @@ from sglang_evicpress.patches.tree.node import first_outside, is_lossy, mean_siz
 from sglang_evicpress.patches.tree.node_kv import NodeKV
 from sglang_evicpress.patches.tree.types import LogicalTime, Node, Scheduler, ServedRequest
 from sglang_evicpress.policy import policy_info
-from sglang_evicpress.policy.index import SMALL
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.policy.quality_target import Share
 from sglang_evicpress.quality.catalog import Catalog
@@ -45,8 +45,7 @@ MAX_KNOWN_CONTEXTS = 64  # tokens of contexts that shadows were made of, to find
 MAX_NODES_SHOWN = 256
 DEFAULT_PAUSE_S = 10.0  # what unprofiled nodes are taken for changes no more often,
 DEFAULT_PAUSE_S_PER_NODE = 3e-3  # nor than takes a hundredth of the time: each node costs some 30 us
-DEFAULT_TOLERANCE = 0.01  # nor by less
-LOOKED_PER_ROUND, HASHED_PER_ROUND = 128, 4  # nodes, when a context is looked for, and of these such as may be its end
+TOLERANCE = 0.01  # nor by less, as what is expected of measured contexts
 
 
 def _read_profiles(path: Path, identity: bytes) -> bytes:
@@ -114,7 +113,8 @@ class Quality:
         self._is_complete: dict[bytes, tuple[Profile, bool]] = {}  # whether all forms were measured in it
         self.judged = Signal[[Sequence[tuple[float, float]]]]()
         self._profiled_nodes = ProfiledNodes()
-        self._sought: list[tuple[Profile, list[int]]] = []  # with the ids of nodes that may end its context
+        self._sought = ContextSearch(self.tree.nodes, self._spells, self._attach)
+        self._stale: list[bytes] = []  # contexts to expect anew of, since others were measured; the next one last
         self._is_default_stale = False
         self._default_s = -DEFAULT_PAUSE_S
         self.forget_profiles()
@@ -166,8 +166,7 @@ class Quality:
         before, now = self.default_expectation, Expectation.of((self.catalog.default,), self.forms)
         if policy_info(self.config.policy).has_mean_curve:  # it goes by one curve for all nodes
             self.policy.read_mean_curve()
-        changes = (abs(new - old) for new, old in zip(now.vector, before.vector, strict=True))
-        if before.known != now.known or max(changes) > DEFAULT_TOLERANCE:
+        if now.differs(before, TOLERANCE):
             self._set_default(now)
             self.policy.expect_anew(forms_changed=before.known != now.known)
         self.mark_dirty()
@@ -181,6 +180,8 @@ class Quality:
         pause_s = max(DEFAULT_PAUSE_S, DEFAULT_PAUSE_S_PER_NODE * len(self.tree.nodes))
         if self._is_default_stale and self.time.now_s - self._default_s >= pause_s:
             self.renew_default()
+            rest = set(self._stale)
+            self._stale = [key for key in self._profiled_nodes if key not in rest] + self._stale
 
     def expectation_of(self, node: Node) -> Expectation:
         return self.default_expectation if node.kv.curve is None else node.kv.curve
@@ -260,6 +261,7 @@ class Quality:
         """Every node is gone."""
         self._profiled_nodes.clear()
         self._sought.clear()
+        self._stale.clear()
 
     def _expect_of(self, node: Node) -> None:
         """By the contexts that make up most of the node."""
@@ -267,6 +269,23 @@ class Quality:
         known_keys = [key for key, length in node.kv.profiles.items() if length > least and key in self.catalog]
         curves = [self.catalog.curves_of(key) for key in known_keys]
         node.kv.curve = Expectation.of(curves, self.forms) if curves else None
+
+    def _renew(self, key: bytes) -> None:
+        """Expect of the context's nodes what all that was measured since says, where that is something else."""
+        for node in self._profiled_nodes.of(key).values():
+            before: Expectation | None = node.kv.curve
+            self._expect_of(node)
+            now: Expectation | None = node.kv.curve
+            if before is not None and now is not None and not now.differs(before, TOLERANCE):
+                node.kv.curve = before
+            else:
+                self.changed(node)
+
+    def _spells(self, node: Node, profile: Profile) -> bool:
+        """True if the tokens to the node begin with the profile's context."""
+        tokens = tokens_to(node)[: profile.num_tokens]
+        keys = context_keys(self.profile_identity, node.key.extra_key, tokens, profile.num_tokens - BLOCK_TOKENS)
+        return keys[-1:] == [profile.key]
 
     def know_context(self, key: bytes, tokens: array[int], namespace: str | None) -> None:
         """A shadow is made of it: a profile of it may follow."""
@@ -401,43 +420,18 @@ class Quality:
                 nodes |= {node.id: node for node, _ in steps}
         self._attach(profile.key, nodes.values())
         if known is None and not nodes:
-            num_nodes = len(self.tree.nodes)
-            self._sought.append((profile, list(reversed(self.tree.nodes))))
-            if num_nodes <= SMALL:
-                self._seek(num_nodes, num_nodes)
-                nodes = self._profiled_nodes.of(profile.key)
+            self._sought.add(profile)
+            nodes = self._profiled_nodes.of(profile.key)
         self.counts["profiled"] += 1
         self.mark_dirty()
         return {"identity": self.profile_identity.hex(), "profile": profile.to_json(), "num_nodes": len(nodes)}
 
     def advance(self) -> None:
-        """Look on for contexts that were profiled; called once a round."""
-        if self._sought:
-            self._seek(LOOKED_PER_ROUND, HASHED_PER_ROUND)
-
-    def _seek(self, num_looked: int, num_hashed: int) -> None:
-        """Look for the end of the context that was profiled last among the next users' nodes."""
-        profile, left = self._sought[-1]
-        end = profile.num_tokens
-        for _ in range(min(num_looked, len(left))):
-            node = self.tree.nodes.get(left.pop())
-            if node is None or node.kv.is_shadow or not node.kv.is_text:
-                continue
-            start = start_of(node)
-            if not start < end <= start + len(node.key):
-                continue
-            tokens = tokens_to(node)[:end]
-            keys = context_keys(self.profile_identity, node.key.extra_key, tokens, end - BLOCK_TOKENS)
-            if keys[-1:] == [profile.key]:
-                self._attach(profile.key, path_to(node))
-                left.clear()
-                self.mark_dirty()
-                break
-            num_hashed -= 1
-            if num_hashed <= 0:
-                break
-        if not left:
-            self._sought.pop()
+        """Look on for contexts that were profiled, and expect anew of one; called once a round."""
+        if self._sought.advance():
+            self.mark_dirty()
+        if self._stale:
+            self._renew(self._stale.pop())
 
     def list_profiles(self, after: bytes = b"", limit: int = PAGE_PROFILES) -> dict[str, object]:
         forms = self.forms[1:]

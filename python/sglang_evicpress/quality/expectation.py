@@ -27,6 +27,11 @@ class Expectation:
     def quality(self, form: Form) -> float:
         return _mean(self.curves, form)
 
+    def differs(self, other: Expectation, tolerance: float) -> bool:
+        """True if other forms are known, or the quality of one is further off than ``tolerance``."""
+        gaps = (abs(mine - its) for mine, its in zip(self.vector, other.vector, strict=True))
+        return self.known != other.known or max(gaps) > tolerance
+
 
 def _is_known(curves: Sequence[Curves], form: Form) -> bool:
     is_stored_exactly = form.is_exact and form != EXACT  # which needs no measurement

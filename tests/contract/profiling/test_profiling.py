@@ -278,6 +278,29 @@ def test_an_unprofiled_context_is_taken_for_a_low_quantile(walk: ProfiledWalk) -
     assert walk.expected(node, "knorm@0.5") == [pytest.approx(third.lower_bound(third.variance))]
 
 
+def test_what_others_that_are_measured_say_of_a_measured_context_is_gone_by_in_time(walk: ProfiledWalk) -> None:
+    contexts = [walk.random_tokens(128) for _ in range(9)]
+    for tokens in contexts:
+        finished(walk, tokens)
+    catalog = walk.cache.quality.catalog
+    profiled = {walk.parts(tokens)[0].id: walk.key_of(tokens) for tokens in contexts}
+
+    def expected() -> dict[int, list[float | None]]:
+        return {node_id: walk.expected(walk.cache.nodes[node_id], "knorm@0.5") for node_id in profiled}
+
+    for index, tokens in enumerate(contexts):
+        walk.put(tokens, {"knorm@0.5": 0.5 + index / 40})
+    early, told = expected(), {node_id: [catalog.curves_of(key).quality(HALF)] for node_id, key in profiled.items()}
+    apart = {node_id for node_id in profiled if abs(early[node_id][0] - told[node_id][0]) > quality.TOLERANCE}
+    assert apart  # the first were judged by few
+    walk.wait_s(0.0)
+    walk.wait_s(quality.DEFAULT_PAUSE_S)
+    for _ in contexts:  # one a round
+        walk.cache.quality.advance()
+    assert expected() == {node_id: told[node_id] if node_id in apart else early[node_id] for node_id in profiled}
+    walk.check()
+
+
 def test_forms_that_are_known_to_be_worthless_are_known() -> None:
     walk = ProfiledWalk(forms=(Form("knorm", 0.2),))
     unprofiled = walk.random_tokens(128)
