@@ -107,14 +107,16 @@ class PolicyTerms:
         self, stamp_s: float, costs: CostSnapshot, congestion: float = 1.0, read_congestion: float = 1.0
     ) -> None:
         """Rank 0's clock shows ``stamp_s`` and it has seen these costs; called on every rank between two steps.
-        ``congestion``: how many requests a second of computing delays there, ``read_congestion``: one of reading."""
+        ``congestion``: how many requests a second of computing delays there, ``read_congestion``: one of reading,
+        which counts no more than one of computing: while others read, what lies below can be computed after all."""
         if self._first_stamp_s is None:
             self._first_stamp_s = stamp_s
         self.now_s = max(self.now_s, stamp_s - self._first_stamp_s)
         if costs.copy != self.costs.copy:  # no step of a node depends on it
             self.costs = replace(self.costs, copy=costs.copy)
         self.advanced()
-        self._take(costs, max(self._least_weight, congestion), read_congestion)
+        recompute_weight = max(self._least_weight, congestion)
+        self._take(costs, recompute_weight, min(read_congestion, recompute_weight))
 
     def _take(self, costs: CostSnapshot, weight: float, read_weight: float) -> None:
         """Go by these costs where they predict enough otherwise; tell the policy, if it was told long enough ago."""

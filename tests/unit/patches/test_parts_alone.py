@@ -350,6 +350,9 @@ def test_time_goes_on_by_stamps_and_costs_change_when_they_must() -> None:
     assert told == [0.0, 0.0, 30.0, world.terms.weighed] and world.terms.recompute_weight == 5.0
     world.terms.advance(230.0, costs, 5.0, 3.0)
     assert world.terms.read_weight == 3.0 and world.terms.recompute_weight == 5.0
+    world.terms.advance(330.0, costs, 5.0, 8.0)
+    assert world.terms.read_weight == world.terms.recompute_weight == 5.0  # what is stored can be computed as well
+    world.terms.advance(430.0, costs, 5.0, 3.0)
     known, weighed = costs.of_a_part(), world.terms.weighed
     assert weighed.load_seconds(Tier.SSD, 10**6) == pytest.approx(3.0 * known.load_seconds(Tier.SSD, 10**6))
     assert weighed.load[Tier.HOST] == known.load[Tier.HOST] and world.terms.costs == costs
